@@ -1,0 +1,57 @@
+# make run, make test: everything from a fresh machine that has Python with venv, make and, for the extension, a C compiler.
+PYTHON ?= python3
+override VENV := .venv# cleared at will, so never a venv of yours
+export KVREUSE_BUILD ?= auto
+BIN := $(VENV)/bin
+
+# What an editable install does not pick up by itself, and what it was built with.
+SOURCES := setup.py pyproject.toml kvreuse/_version.py \
+	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/native/*.c kvreuse/native/*.h)
+CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
+
+.PHONY: run test pure sdist lint bench capi clean FORCE
+.DELETE_ON_ERROR:
+
+run: $(VENV)/installed
+	$(BIN)/kvreuse replay $(ARGS)
+
+test: $(VENV)/installed
+	.ci/pytest $(VENV) tests $(PYTEST_ARGS)
+
+# Without the extension, and from the sdist: each in a venv of its own, outside of this tree.
+pure:
+	KVREUSE_BUILD=pure PYTHON=$(PYTHON) .ci/from-sdist .venv-pure
+
+sdist:
+	PYTHON=$(PYTHON) .ci/from-sdist .venv-sdist
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kvreuse
+	$(BIN)/python .ci/layers.py
+	$(BIN)/python .ci/hints.py kvreuse/_core.pyx
+	PYTHON=$(BIN)/python .ci/aarch64
+
+bench: $(VENV)/installed
+	$(BIN)/pytest bench $(PYTEST_ARGS)
+
+# Needs no built package: a changed header may not compile with the old declarations.
+capi: $(VENV)/config
+	$(BIN)/python -m pip install -qq pycparser
+	$(BIN)/python tests/lockstep/capi.py --write
+
+clean:
+	rm -rf .venv .venv-pure .venv-sdist build dist *.egg-info kvreuse/_core.*.so .pytest_cache .mypy_cache .ruff_cache
+
+# One set of extras for every target, so that the extension is compiled once.
+$(VENV)/installed: $(VENV)/config $(SOURCES)
+	@rm -f kvreuse/_core.*.so # of an earlier build
+	@echo "installing kvreuse (KVREUSE_BUILD=$(KVREUSE_BUILD)) and its tools into $(VENV); log: $(VENV)/install.log"
+	@$(BIN)/python -m pip install -v -e '.[all,dev]' >$(VENV)/install.log 2>&1 || { tail -n 60 $(VENV)/install.log; exit 1; }
+	@grep -a '^ *kvreuse: ' $(VENV)/install.log || true
+	@touch $@
+
+# A fresh venv whenever it is made in another way: no extension or interpreter of the old one stays.
+$(VENV)/config: FORCE
+	@echo '$(CONFIG)' | cmp -s - $@ || { $(PYTHON) -m venv --clear $(VENV) && echo '$(CONFIG)' >$@; }

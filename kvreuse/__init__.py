@@ -1,0 +1,119 @@
+"""kvreuse keeps a worker's KV cache alive and hands it to the replacement only when it can prove what the bytes are.
+
+Names are loaded on first use: `import kvreuse` and allocating start no thread, process or socket and import no numpy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ._select import backend_name as backend
+from ._version import __version__
+from .errors import *  # noqa: F403
+from .errors import __all__ as _error_names
+
+if TYPE_CHECKING:
+    from ._info import backend_info
+    from .groups import Group, RankReadiness, Readiness
+    from .handles import (
+        Access,
+        Capability,
+        HandleKind,
+        Mapping,
+        Observation,
+        Provider,
+        Region,
+        SharedHandle,
+        open_provider,
+    )
+    from .keeper.client import Keeper, connect
+    from .manifest import Manifest, Rank, Topology
+    from .parts import (
+        Claim,
+        ClearResult,
+        Outcome,
+        OutcomeKind,
+        Part,
+        Reservation,
+        Reuse,
+        VerifyResult,
+    )
+    from .profile import Profile
+
+_LAZY = {
+    "backend_info": "._info",
+    "Access": ".handles",
+    "Capability": ".handles",
+    "HandleKind": ".handles",
+    "Mapping": ".handles",
+    "Observation": ".handles",
+    "Provider": ".handles",
+    "Region": ".handles",
+    "SharedHandle": ".handles",
+    "open_provider": ".handles",
+    "Keeper": ".keeper.client",
+    "connect": ".keeper.client",
+    "Manifest": ".manifest",
+    "Rank": ".manifest",
+    "Topology": ".manifest",
+    "Claim": ".parts",
+    "ClearResult": ".parts",
+    "Outcome": ".parts",
+    "OutcomeKind": ".parts",
+    "Part": ".parts",
+    "Reservation": ".parts",
+    "Reuse": ".parts",
+    "VerifyResult": ".parts",
+    "Group": ".groups",
+    "RankReadiness": ".groups",
+    "Readiness": ".groups",
+    "Profile": ".profile",
+}
+
+__all__ = [
+    "Access",
+    "Capability",
+    "Claim",
+    "ClearResult",
+    "Group",
+    "HandleKind",
+    "Keeper",
+    "Manifest",
+    "Mapping",
+    "Observation",
+    "Outcome",
+    "OutcomeKind",
+    "Part",
+    "Profile",
+    "Provider",
+    "Rank",
+    "RankReadiness",
+    "Readiness",
+    "Region",
+    "Reservation",
+    "Reuse",
+    "SharedHandle",
+    "Topology",
+    "VerifyResult",
+    "__version__",
+    "backend",
+    "backend_info",
+    "connect",
+    "open_provider",
+]
+__all__ += _error_names
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _LAZY[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(importlib.import_module(module, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

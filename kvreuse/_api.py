@@ -1,0 +1,254 @@
+"""The backend's functions, types and documentation, once. `_core` and `_fallback` both provide exactly these.
+
+A backend is a flat set of functions over int64 handles. The meaning, owners, errors, thread rules and order of checks
+of each stand in include/kvreuse.h under the same name with the prefix `kvr_`; here are the Python forms. Integer
+arguments go through `_status.as_integer` (any `__index__`, no bool, no float; int32 and uint32 parameters are
+range-checked to their width).
+
+Buffers: "bytes buffer" is any C-contiguous buffer, read as unsigned bytes; "int64 array" is a C-contiguous 1-D buffer
+of format ``q`` or ``l``; outputs must be writable. A wrong buffer is TypeError, a wrong length RangeError. `keys` is a
+bytes buffer of ``count * key_stride`` bytes; `key_nbytes` is None (all keys have key_stride bytes) or a bytes buffer of
+`count`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+ABI_VERSION = 1  # KVR_ABI_VERSION
+
+
+class HandleCounts(NamedTuple):
+    """Open handles of this process and the fds that they own (kvr_handle_counts)."""
+
+    regions: int
+    mappings: int
+    locks: int
+    tables: int
+    fds: int
+
+
+class RegionInfo(NamedTuple):
+    """What is kept about a region (kvr_region_info)."""
+
+    handle: int
+    nbytes: int
+    physical_nbytes: int
+    kind: int
+    access: int
+    origin: int
+    mapping_count: int
+    device: int
+    inode: int
+    region_id: bytes
+
+
+class MappingInfo(NamedTuple):
+    """What is kept about a mapping (kvr_mapping_info)."""
+
+    handle: int
+    region: int
+    address: int
+    nbytes: int
+    access: int
+    use_count: int
+
+
+class HostObservation(NamedTuple):
+    """What the kernel says of a host region now (kvr_observation); -1 where it cannot say."""
+
+    file_nbytes: int
+    allocated_nbytes: int
+    device: int
+    inode: int
+    file_mode: int
+    seals: int
+    access: int
+    page_nbytes: int
+    block_nbytes: int
+
+
+class TableLayout(NamedTuple):
+    """Where things lie in a part's memory, in bytes (kvr_table_layout)."""
+
+    table_nbytes: int
+    claims_nbytes: int
+    record_offset_bytes: int
+    link_offset_bytes: int
+    bucket_offset_bytes: int
+    bucket_count: int
+    row_nbytes: int
+
+
+class TableInfo(NamedTuple):
+    """What a part is (kvr_table_info)."""
+
+    part_id: bytes
+    slot_count: int
+    block_nbytes: int
+    region_count: int
+    slots_per_region: int
+    manifest_nbytes: int
+    session: int
+    role: int
+    row: int
+
+
+class TableStats(NamedTuple):
+    """Counts and words of a part (kvr_table_stats)."""
+
+    state: int
+    content_epoch: int
+    writer_session: int
+    dirty: int
+    slot_count: int
+    free_count: int
+    writing_count: int
+    sealed_count: int
+    stale_count: int
+    claimed_count: int
+    stored_total: int
+    evicted_total: int
+    replaced_total: int
+    cleared_total: int
+    corrupt_total: int
+    freed_total: int
+
+
+class RestoreResult(NamedTuple):
+    """What a restore found (kvr_restore_result), in slots."""
+
+    sealed_count: int
+    bad_count: int
+    freed_count: int
+
+
+class Backend(Protocol):
+    """The functions of a backend module."""
+
+    def abi_version(self) -> int: ...
+    def echo(self, value: Any) -> int: ...
+    def crc32c(self, data: Any, value: Any = 0) -> int:
+        """CRC32C of a bytes buffer, going on from `value` (0 to 2^32-1)."""
+        ...
+
+    def handle_counts(self) -> HandleCounts: ...
+    def host_allocate(self, nbytes: Any, kind: Any, name: str, directory: str | None) -> RegionInfo: ...
+    def region_info(self, region: Any) -> RegionInfo: ...
+    def region_export(self, region: Any) -> int: ...
+    def region_import(
+        self,
+        fd: Any,
+        nbytes: Any,
+        physical_nbytes: Any,
+        region_id: bytes,
+        device: Any,
+        inode: Any,
+        flags: Any,
+    ) -> RegionInfo:
+        """`region_id` is exactly 16 bytes; device and inode are 0 to 2^64-1."""
+        ...
+
+    def region_observe(self, region: Any) -> HostObservation: ...
+    def region_map(self, region: Any, access: Any, flags: Any) -> MappingInfo: ...
+    def region_close(self, region: Any) -> None: ...
+    def mapping_info(self, mapping: Any) -> MappingInfo: ...
+    def mapping_buffer(self, mapping: Any) -> Any:
+        """Give an object that exports the mapping as a 1-D buffer of format "B" (read-only if the mapping is).
+
+        Only in Python. Each buffer taken from it is a use: the mapping cannot be unmapped until all are released.
+        After the unmap, taking a buffer raises StaleHandleError (core) or ValueError (fallback: a closed mmap).
+        """
+        ...
+
+    def mapping_use(self, mapping: Any, delta: Any) -> None: ...
+    def mapping_unmap(self, mapping: Any) -> None: ...
+    def table_layout(self, slot_count: Any, manifest_nbytes: Any) -> TableLayout: ...
+    def table_create(
+        self,
+        table_region: Any,
+        claims_region: Any,
+        part_id: bytes,
+        slot_count: Any,
+        block_nbytes: Any,
+        region_count: Any,
+        manifest: Any,
+    ) -> None:
+        """`part_id` is exactly 16 bytes; `manifest` a bytes buffer."""
+        ...
+
+    def table_open(
+        self,
+        table_region: Any,
+        claims_region: Any,
+        lock_fd: Any,
+        role: Any,
+        session: Any,
+        row: Any,
+        lock_wait_ns: Any,
+    ) -> int: ...
+    def table_close(self, table: Any) -> None: ...
+    def table_info(self, table: Any) -> TableInfo: ...
+    def table_manifest(self, table: Any) -> bytes: ...
+    def table_bind(self, table: Any, index: Any, mapping: Any) -> None: ...
+    def table_set_state(self, table: Any, state: Any) -> None: ...
+    def table_admit(self, table: Any, row: Any, session: Any, role: Any) -> None: ...
+    def table_drop(self, table: Any, row: Any, session: Any) -> None: ...
+    def table_recover(self, table: Any) -> int: ...
+    def table_restore(self, table: Any) -> RestoreResult: ...
+    def table_reset(self, table: Any) -> None: ...
+    def table_match(self, table: Any, keys: Any, key_stride: Any, key_nbytes: Any) -> int: ...
+    def table_lookup(
+        self, table: Any, keys: Any, key_stride: Any, key_nbytes: Any, slots: Any, generations: Any
+    ) -> None:
+        """`slots` and `generations` are int64 arrays of `count`, written."""
+        ...
+
+    def table_claim(self, table: Any, keys: Any, key_stride: Any, key_nbytes: Any, slots: Any, generations: Any) -> int:
+        """`slots` and `generations` are int64 arrays of `count`; the first n entries are written, n returned."""
+        ...
+
+    def table_claim_slots(self, table: Any, slots: Any, generations: Any) -> None: ...
+    def table_release(self, table: Any, slots: Any) -> None: ...
+    def table_touch(self, table: Any, keys: Any, key_stride: Any, key_nbytes: Any) -> int: ...
+    def table_reserve(
+        self,
+        table: Any,
+        keys: Any,
+        key_stride: Any,
+        key_nbytes: Any,
+        named_slots: Any,
+        flags: Any,
+        slots: Any,
+        generations: Any,
+        evicted_keys: Any,
+        evicted_key_nbytes: Any,
+    ) -> int:
+        """`named_slots` is None or an int64 array of `count`; `evicted_keys` has 32 bytes each; returns how many."""
+        ...
+
+    def table_commit(self, table: Any, slots: Any, generations: Any, flags: Any) -> None: ...
+    def table_abort(self, table: Any, slots: Any, generations: Any) -> int: ...
+    def table_evict(self, table: Any, evict_count: Any, keys: Any, key_stride: Any, key_nbytes: Any) -> int: ...
+    def table_clear(self, table: Any) -> tuple[int, int]:
+        """Return (removed, kept)."""
+        ...
+
+    def table_verify(self, table: Any, slots: Any, verdicts: Any) -> None:
+        """`verdicts` is a writable bytes buffer of `count`."""
+        ...
+
+    def table_invalidate(self, table: Any, slots: Any, generations: Any) -> int: ...
+    def table_inventory(
+        self, table: Any, first_slot: Any, slots: Any, generations: Any, keys: Any, key_nbytes: Any
+    ) -> tuple[int, int]:
+        """`slots`, `generations` are int64 arrays of the capacity, `keys` has 32 bytes each; returns (count, next)."""
+        ...
+
+    def table_stats(self, table: Any) -> TableStats: ...
+
+
+# Names that have no C twin, with the reason.
+PYTHON_ONLY = {"mapping_buffer": "before Python 3.12 a buffer must come from a C type"}
+# C names whose Python form drops the suffix `_get` (a C function may not share its struct's name).
+FUNCTIONS: tuple[str, ...] = tuple(name for name in vars(Backend) if not name.startswith("_"))

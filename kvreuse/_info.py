@@ -1,0 +1,32 @@
+"""backend_info(): what a bug report needs."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import Any
+
+from . import _ctypes_cuda, _select, _version
+
+
+def backend_info() -> dict[str, Any]:
+    """Tell which backend runs, why, and what it can do.
+
+    Returns
+    -------
+    dict
+        backend : "core" or "fallback"; reason : why this one; version; abi_version : of the backend;
+        features : {name: "on" or "off: REASON"}; extension_path : file of the backend module; python; libc; machine.
+    """
+    cuda = _ctypes_cuda.missing_reason() or "the cuda provider is not in this version"
+    return {
+        "backend": _select.backend_name,
+        "reason": _select.reason,
+        "version": _version.__version__,
+        "abi_version": _select.backend.abi_version(),
+        "features": {"host": "on", "posix_fd": "on", "cuda": f"off: {cuda}", "fabric": f"off: {cuda}"},
+        "extension_path": _select.backend.__file__,
+        "python": sys.version.split()[0],
+        "libc": " ".join(platform.libc_ver()),
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,225 @@
+"""Where a status becomes an exception, and where every message of the backends is built; once, for both."""
+
+from __future__ import annotations
+
+import errno as _errno
+import os as _os
+from typing import Any, NoReturn
+
+from . import errors as _e
+
+# Numbers of include/kvreuse.h; tests/lockstep compares every one with the header.
+STATUS: dict[int, tuple[str, type[_e.KVReuseError]]] = {
+    -1: ("INVALID_HANDLE", _e.InvalidHandleError),
+    -2: ("STALE_HANDLE", _e.StaleHandleError),
+    -3: ("HANDLE_CLOSED", _e.HandleClosedError),
+    -4: ("KIND_MISMATCH", _e.KindMismatchError),
+    -5: ("SIZE_MISMATCH", _e.SizeMismatchError),
+    -6: ("RANGE", _e.RangeError),
+    -7: ("NOT_SUPPORTED", _e.NotSupportedError),
+    -8: ("PERMISSION_DENIED", _e.PermissionDeniedError),
+    -9: ("OUT_OF_MEMORY", _e.OutOfMemoryError),
+    -10: ("NO_SPACE", _e.NoSpaceError),
+    -11: ("TOO_MANY_FDS", _e.TooManyFdsError),
+    -12: ("BUSY", _e.BusyError),
+    -13: ("NOT_QUIESCENT", _e.NotQuiescentError),
+    -14: ("NOT_READY", _e.NotReadyError),
+    -15: ("INCOMPATIBLE", _e.IncompatibleError),
+    -16: ("ATTACH_REFUSED", _e.AttachRefusedError),
+    -17: ("KEEPER_UNAVAILABLE", _e.KeeperUnavailableError),
+    -18: ("STALE_EPOCH", _e.StaleEpochError),
+    -19: ("STALE_BLOCK", _e.StaleBlockError),
+    -20: ("CORRUPT", _e.CorruptError),
+    -21: ("PROFILE", _e.ProfileError),
+    -22: ("PROTOCOL", _e.ProtocolError),
+    -23: ("WAIT_TIMEOUT", _e.WaitTimeoutError),
+    -24: ("DRIVER", _e.DriverError),
+    -25: ("SYSTEM_CALL", _e.SystemCallError),
+    -26: ("FORKED", _e.ForkedError),
+}
+NUMBER: dict[type[_e.KVReuseError], int] = {cls: number for number, (_, cls) in STATUS.items()}
+
+SOURCES = {0: "", 1: "errno", 2: "cuda"}
+SORTS = {1: "region", 2: "mapping", 3: "lock", 4: "part table"}
+KINDS = {0: "NONE", 1: "POSIX_FD", 8: "FABRIC"}
+ROLES = {1: "reader", 2: "writer", 3: "keeper"}
+STATES = {0: "FREE", 1: "WRITING", 2: "SEALED"}
+
+# Which status an errno becomes; every other one is SYSTEM_CALL. native/handles.c holds the same rule.
+ERRNO_STATUS: dict[int, int] = {
+    _errno.EMFILE: -11,
+    _errno.ENFILE: -11,
+    _errno.ENOMEM: -9,
+    _errno.ENOSPC: -10,
+    _errno.EPERM: -8,
+    _errno.EACCES: -8,
+    _errno.ENOSYS: -7,
+}
+
+# Detail number -> text; {0}..{3} are the record's values, {sort0} and the like their names.
+DETAILS: dict[int, str] = {
+    0: "no detail",
+    1: "{call} failed: {strerror} (errno {errno} {errname})",
+    2: "a size must be 0 or more and within what the call allows: got {0}, the largest is {1}",
+    3: "a handle is a positive integer made by this library: got {0}",
+    4: "handle {0} was never given out in this process",
+    5: "handle {0} is stale: what it named was closed; handles are never reused",
+    6: "handle {0} names a {sort1}; this call needs a {sort2}",
+    7: "kind {0} is unknown: expected NONE 0, POSIX_FD 1 or FABRIC 8",
+    8: "the host provider cannot allocate kind {kind0}: ask for POSIX_FD, or a provider whose capabilities() list it",
+    9: "a region allocated with kind {kind0} cannot be exported: kinds are fixed at allocation; allocate with POSIX_FD",
+    10: "access {0} is unknown: expected READ 1 or READ_WRITE 3",
+    11: "region {0} was given for reading only: its fd does not allow writing; map it with READ",
+    12: "flags {0} contain unknown bits: known are {1}",
+    13: "region {0} still has {1} mapping(s): close them first",
+    14: "mapping {0} is in use by a view or a part: release it first",
+    15: "the record declares {0} bytes of memory, the kernel observes {1}: the sizes must be equal",
+    16: "nbytes {0} and physical_nbytes {1} do not fit: physical_nbytes must be nbytes rounded up to pages of {2}",
+    17: "the memory is not sealed against shrinking (seals {0}, required {1}): its peer could cut it under a mapping; "
+    "allow it only for a file fallback that the profile declares",
+    18: "the record names memory (st_dev {0}, st_ino {1}), the fd is of another (st_dev {2}, st_ino {3}): "
+    "it belongs to another region",
+    19: "fd {0} is not memory (st_mode {1}): expected a memfd or a regular file",
+    20: "an fd must be 0 or more: got {0}",
+    21: "the name has {0} bytes: the longest is {1}",
+    22: "the library's state belongs to process {0}; this is its forked child {1}: open things anew in the child",
+    23: "no handle is left: {0} are open",
+    24: "slot_count must be 1 to {1}: got {0}",
+    25: "block_nbytes must be 1 to {1}: got {0}",
+    26: "region_count must be 1 to {1}: got {0}",
+    27: "the manifest has {0} bytes: at most {1} are possible",
+    28: "the memory has {0} bytes, the part's layout needs {1}",
+    29: "this is no part: it starts with {0}, expected {1}",
+    30: "the part has version {0}, this library reads version {1}",
+    31: "the superblock is damaged: its CRC is {0}, computed {1}",
+    32: "the superblock is damaged: its field at byte {0} says {1}, expected {2}",
+    33: "the manifest is damaged: its CRC is {0}, computed {1}",
+    34: "role {0} is unknown: expected READER 1, WRITER 2 or KEEPER 3",
+    35: "a {role0} may not do this: it needs a {role1}",
+    36: "row {0} is outside of this part's rows: 0 to {1} - 1 (a keeper has -1)",
+    37: "session {0} is not possible here: a session is a positive integer, a keeper's is 0",
+    38: "this session ({0}) no longer holds its place in the part: session {1} does; attach again",
+    39: "the part was retired (state {0}): attach again",
+    40: "the part's layout is not sealed (state {0})",
+    41: "a change of the part was cut short and only its writer or the keeper may repair it: try again, or miss",
+    42: "the part's lock was not free within {0} ns: {holder1} holds it",
+    43: "key {0} has {1} bytes: a key has 1 to {2}",
+    44: "keys of {0} bytes are not possible: a key has 1 to {1}",
+    45: "a count of {0} is not possible: 0 to {1}",
+    46: "entry {0} names slot {1}: the part has slots 0 to {2} - 1",
+    47: "entry {0} names slot {1} a second time",
+    48: "entry {0} names slot {1}, which is claimed or being written",
+    49: "key {0} is under another open reservation: commit or abort that one first",
+    50: "{0} slot(s) are needed, {1} are free and {2} can be evicted",
+    51: "entry {0}: slot {1} has generation {3}, the caller carries {2}: the block was replaced",
+    52: "entry {0}: slot {1} is {state2}, expected {state3}",
+    53: "entry {0}: this session has no claim on slot {1}",
+    54: "entry {0}: slot {1} has {2} claims of this session, the most that can be counted",
+    55: "the data region that holds slot {0} is not bound",
+    56: "data region {0} is outside of this part's: 0 to {1} - 1",
+    57: "the mapping has {0} bytes, the data region needs {1}",
+    58: "state {0} is unknown",
+    59: "the memory already holds a part (state {0})",
+    60: "a part of {0} slots of this size does not fit in 62 bits",
+    61: "fd {0} names lock memory that this process holds open under another fd",
+}
+
+_CODES = _errno.errorcode
+
+
+def _holder(pid: int) -> str:
+    if pid == -1:
+        return "a thread of this process"
+    return f"process {pid}" if pid > 0 else "an unknown process"
+
+
+def make(
+    status: int,
+    detail: int = 0,
+    values: tuple[int, ...] = (),
+    call: str = "",
+    native_source: int = 0,
+    native_code: int = 0,
+) -> _e.KVReuseError:
+    """Build the exception of an error record (kvr_error). `values` may be shorter than four: the rest is 0."""
+    name, cls = STATUS[status]
+    v = (*values, 0, 0, 0, 0)[:4]
+    names: dict[str, str] = {}
+    for i in range(3):
+        names[f"sort{i}"] = SORTS.get(v[i], str(v[i]))
+        names[f"kind{i}"] = KINDS.get(v[i], str(v[i]))
+        names[f"role{i}"] = ROLES.get(v[i], str(v[i]))
+    text = DETAILS[detail].format(
+        *v,
+        call=call,
+        strerror=_os.strerror(native_code) if native_source == 1 else "",
+        errno=native_code,
+        errname=_CODES.get(native_code, "?"),
+        state2=STATES.get(v[2], str(v[2])),
+        state3=STATES.get(v[3], str(v[3])),
+        holder1=_holder(v[1]),
+        **names,
+    )
+    fields: dict[str, Any] = {
+        "status": status,
+        "name": name,
+        "call": call,
+        "native_source": SOURCES[native_source],
+        "native_code": native_code,
+    }
+    if detail == 50:
+        fields.update(needed=v[0], free=v[1], evictable=v[2])
+    elif detail == 42 and v[1] > 0:
+        fields.update(holder_pid=v[1])
+    elif detail == 30:
+        fields.update(fields={"version": (v[1], v[0])})
+    if status == -11:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        fields.update(needed=1, soft=soft, hard=hard)
+        text += f"; this process may open {soft} (hard limit {hard}): raise RLIMIT_NOFILE"
+    return cls(text, **fields)
+
+
+def from_errno(call: str, code: int) -> _e.KVReuseError:
+    """Build the exception of a failed system call."""
+    return make(ERRNO_STATUS.get(code, -25), 1, (), call, 1, code)
+
+
+def raise_status(*record: Any) -> NoReturn:
+    """Raise the exception of an error record; arguments as of `make`."""
+    raise make(*record)
+
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+
+def as_integer(value: Any, name: str, low: int = INT64_MIN, high: int = INT64_MAX) -> int:
+    """Turn an argument into an int within [low, high] by the one rule of H7: `__index__`, but no bool.
+
+    Raises
+    ------
+    TypeError
+        Not an integer (bool, float, None, str ...).
+    RangeError
+        Outside of [low, high].
+    """
+    if type(value) is not int:
+        index = None if isinstance(value, bool) else getattr(type(value), "__index__", None)
+        if index is None:
+            raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+        value = index(value)
+    if not low <= value <= high:
+        raise _e.RangeError(f"{name} must be from {low} to {high}: got {value}", status=-6, name="RANGE", call="")
+    return int(value)
+
+
+def buffer_error(name: str, value: Any, want: str) -> TypeError:
+    """Build the error of an argument that is no usable buffer; `want` says what it has to be."""
+    return TypeError(f"{name} must be {want}, not {type(value).__name__}")
+
+
+def buffer_length_error(name: str, found: int, expected: int, unit: str) -> _e.RangeError:
+    """Build the error of a buffer of the wrong length."""
+    return _e.RangeError(f"{name} must have {expected} {unit}: got {found}", status=-6, name="RANGE", call="")

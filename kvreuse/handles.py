@@ -1,0 +1,848 @@
+"""Providers, regions, mappings and shared handles: the objects over the backend's handles. Imports no numpy (P1)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import mmap
+import os
+import select
+import socket
+import struct
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from . import _ctypes_cuda, _status
+from ._select import backend as _backend
+from .errors import (
+    CorruptError,
+    ForkedError,
+    HandleClosedError,
+    IncompatibleError,
+    InvalidHandleError,
+    KindMismatchError,
+    KVReuseError,
+    NotSupportedError,
+    PermissionDeniedError,
+    ProtocolError,
+    SizeMismatchError,
+    WaitTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from .profile import Profile
+
+MAP_DONTFORK = 1  # KVR_MAP_DONTFORK
+IMPORT_ALLOW_UNSEALED = 1  # KVR_IMPORT_ALLOW_UNSEALED
+REGION_ID_NBYTES = 16
+
+
+class HandleKind(enum.IntEnum):
+    """How a region can be shared. The numbers are CUDA's (cuda.h, CUmemAllocationHandleType)."""
+
+    NONE = 0
+    POSIX_FD = 1
+    FABRIC = 8
+
+
+class Access(enum.IntEnum):
+    """What a mapping allows. The numbers are CUDA's (cuda.h, CUmemAccess_flags)."""
+
+    NONE = 0
+    READ = 1
+    READ_WRITE = 3
+
+
+PAYLOAD_NBYTES = {HandleKind.NONE: 0, HandleKind.POSIX_FD: 4, HandleKind.FABRIC: 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Capability:
+    """Whether a kind works here, found out by trial, and why not."""
+
+    ok: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """What the native side says of a region now, beside what was declared.
+
+    Attributes
+    ----------
+    nbytes, physical_nbytes : int
+        Declared (carried with the handle), bytes.
+    observed_nbytes, allocated_nbytes : int or None
+        Size of the memory, and how much of it has pages now, bytes.
+    device, inode : int or None
+        Identity of the memory (st_dev, st_ino).
+    seals : int or None
+        F_GET_SEALS bits.
+    access : Access or None
+        What the region's fd allows.
+    page_nbytes : int or None
+        Page size, bytes.
+    sources : mapping of str to str
+        For each observed field the call it came from; "carried" for declared ones.
+    reasons : mapping of str to str
+        For each field that is None, why; "kind" says why a weaker kind was granted, "memory" why it is no memfd.
+    """
+
+    nbytes: int
+    physical_nbytes: int
+    observed_nbytes: int | None
+    allocated_nbytes: int | None
+    device: int | None
+    inode: int | None
+    seals: int | None
+    access: Access | None
+    page_nbytes: int | None
+    sources: MappingProxyType[str, str]
+    reasons: MappingProxyType[str, str]
+
+
+def open_provider(name: str, profile: Profile | None = None) -> Provider:
+    """Open the provider "host" or "cuda:N".
+
+    Parameters
+    ----------
+    name : str
+        "host" (anonymous memfd) or "cuda:N" with N the device ordinal.
+    profile : Profile, optional
+        Allows what is off by default: the file fallback, fabric allocation.
+
+    Returns
+    -------
+    Provider
+        Owns nothing; regions made by it own themselves.
+
+    Raises
+    ------
+    NotSupportedError
+        No such provider.
+    """
+    return Provider(name, profile)
+
+
+class Provider:
+    """Where memory comes from. Made by `open_provider`."""
+
+    def __init__(self, name: str, profile: Profile | None = None) -> None:
+        kind, _, ordinal = name.partition(":")
+        if not (name == "host" or (kind == "cuda" and ordinal.isdigit())):
+            raise NotSupportedError(f'provider {name!r} is unknown: expected "host" or "cuda:N"')
+        self.name = name
+        self._profile = profile
+
+    def __repr__(self) -> str:
+        return f"<kvreuse.Provider {self.name}>"
+
+    def _unusable(self) -> str:
+        """Why nothing can be allocated or imported here; "" if it can."""
+        if self.name == "host":
+            return ""
+        return _ctypes_cuda.missing_reason() or "the cuda provider is not in this version"
+
+    def capabilities(self) -> dict[HandleKind, Capability]:
+        """Find out by trial which kinds can be allocated, exported, imported and read back.
+
+        Returns
+        -------
+        dict of HandleKind to Capability
+        """
+        reason = self._unusable()
+        if reason:
+            return {kind: Capability(False, reason) for kind in HandleKind}
+        return {kind: self._trial(kind) for kind in HandleKind}
+
+    def _trial(self, kind: HandleKind) -> Capability:
+        try:
+            with self.allocate(mmap.PAGESIZE, kind=kind) as region:
+                if kind is HandleKind.NONE:
+                    return Capability(True, "allocated; this kind cannot be shared")
+                with region.map(Access.READ_WRITE) as mapping, mapping.buffer as view:
+                    view[:4] = b"\x01\x02\x03\x04"
+                with (
+                    region.export() as shared,
+                    self.import_region(shared) as imported,
+                    imported.map(Access.READ) as mapping,
+                    mapping.buffer as view,
+                ):
+                    if bytes(view[:4]) != b"\x01\x02\x03\x04":
+                        return Capability(False, "the imported memory has other bytes than were written")
+        except KVReuseError as error:
+            return Capability(False, str(error))
+        return Capability(True, "allocated, exported, imported and read back")
+
+    def allocate(
+        self, nbytes: int, kind: HandleKind = HandleKind.POSIX_FD, fallback: Sequence[HandleKind] = ()
+    ) -> Region:
+        """Allocate zeroed memory.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes wanted, 1 or more; the memory is rounded up to pages.
+        kind : HandleKind
+            How it can be shared later; fixed from now on.
+        fallback : sequence of HandleKind
+            Kinds to take, in this order, where `kind` is not supported; `observe()` then says why.
+
+        Returns
+        -------
+        Region
+            Owned by the caller: close it.
+
+        Raises
+        ------
+        RangeError, TypeError
+            nbytes is not a positive integer.
+        NotSupportedError
+            The provider cannot allocate this kind.
+        TooManyFdsError, NoSpaceError, OutOfMemoryError, PermissionDeniedError, SystemCallError
+            The kernel refused.
+        """
+        unusable = self._unusable()
+        if unusable:
+            raise NotSupportedError(f"provider {self.name} cannot be used: {unusable}", status=-7, name="NOT_SUPPORTED")
+        notes: dict[str, str] = {}
+        kinds = [_as_kind(kind), *(_as_kind(k) for k in fallback)]
+        for i, wanted in enumerate(kinds):
+            try:
+                return Region(self.name, self._allocate_host(nbytes, wanted, notes), notes)
+            except NotSupportedError as error:
+                if i + 1 == len(kinds) or error.native_code:
+                    raise
+                notes["kind"] = f"{wanted.name} was not granted: {error}"
+        raise AssertionError("unreachable")
+
+    def _allocate_host(self, nbytes: int, kind: HandleKind, notes: dict[str, str], name: str = "kvreuse") -> int:
+        try:
+            return _backend.host_allocate(nbytes, int(kind), name, None).handle
+        except (PermissionDeniedError, NotSupportedError) as error:
+            if error.call != "memfd_create" or self._profile is None or not self._profile.handles.file_fallback:
+                raise
+            handle = _backend.host_allocate(nbytes, int(kind), name, tempfile.gettempdir()).handle
+            notes["memory"] = f"an unlinked file instead of a memfd, as the profile allows: {error}"
+            return handle
+
+    def import_region(self, shared: SharedHandle) -> Region:
+        """Take a region that another process shared, after checking it against what the kernel observes.
+
+        Parameters
+        ----------
+        shared : SharedHandle
+            Stays the caller's and can be closed afterwards: the fd is duplicated.
+
+        Returns
+        -------
+        Region
+            Owned by the caller. Closing it never frees the owner's memory.
+
+        Raises
+        ------
+        NotSupportedError
+            The kind or provider cannot be imported here.
+        InvalidHandleError
+            The record came without its fd.
+        KindMismatchError, StaleHandleError, SizeMismatchError, PermissionDeniedError
+            The fd is no memory; of another region; of another size; not sealed against shrinking.
+        """
+        unusable = self._unusable()
+        if unusable:
+            raise NotSupportedError(f"provider {self.name} cannot be used: {unusable}", status=-7, name="NOT_SUPPORTED")
+        if shared.kind is not HandleKind.POSIX_FD:
+            raise NotSupportedError(
+                f"provider {self.name} cannot import kind {shared.kind.name}: it imports POSIX_FD",
+                status=-7,
+                name="NOT_SUPPORTED",
+            )
+        if shared.provider.partition(":")[0] != "host":
+            raise IncompatibleError(
+                f"the record is of provider {shared.provider}: this is {self.name}",
+                status=-15,
+                name="INCOMPATIBLE",
+                fields={"provider": (self.name, shared.provider)},
+            )
+        unsealed = self._profile is not None and self._profile.handles.file_fallback
+        info = _backend.region_import(
+            shared.fileno(),
+            shared.nbytes,
+            shared.physical_nbytes,
+            shared.region_id,
+            shared.device,
+            shared.inode,
+            IMPORT_ALLOW_UNSEALED if unsealed else 0,
+        )
+        return Region(self.name, info.handle, {})
+
+
+def _as_kind(kind: Any) -> HandleKind:
+    number = _status.as_integer(kind, "kind", -(2**31), 2**31 - 1)
+    try:
+        return HandleKind(number)
+    except ValueError:
+        raise _status.make(-6, 7, (number,), "host_allocate") from None
+
+
+class _Owned:
+    """What owns a backend handle: closed once, by the process that made it, and never silently forgotten."""
+
+    _handle: int = 0
+
+    def _close_handle(self, handle: int) -> None:
+        raise NotImplementedError
+
+    @property
+    def handle(self) -> int:
+        """The int64 handle. Raises HandleClosedError after close."""
+        if not self._handle:
+            raise HandleClosedError(f"{type(self).__name__} is closed", status=-3, name="HANDLE_CLOSED")
+        return self._handle
+
+    @property
+    def closed(self) -> bool:
+        """Whether close has been done."""
+        return not self._handle
+
+    def close(self) -> None:
+        """Close it; closing again does nothing.
+
+        Raises
+        ------
+        BusyError
+            Still mapped, viewed or in flight; nothing changed.
+        """
+        if self._handle:
+            self._close_handle(self._handle)
+            self._handle = 0
+
+    def __enter__(self) -> Any:
+        _ = self.handle
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except KVReuseError as second:
+            if error is None:
+                raise
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"closing {type(self).__name__} failed too: {second}")
+
+    def __del__(self) -> None:
+        if not self._handle:
+            return
+        try:
+            self.close()
+        except ForkedError:
+            return
+        except KVReuseError as error:
+            warnings.warn(
+                f"{self!r} was dropped and cannot be closed: {error}", ResourceWarning, stacklevel=2, source=self
+            )
+            return
+        warnings.warn(f"{type(self).__name__} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
+
+
+class Region(_Owned):
+    """One physical allocation. Made by Provider.allocate and Provider.import_region; owns its handle and fd."""
+
+    def __init__(self, provider: str, handle: int, notes: dict[str, str]) -> None:
+        self._handle = handle
+        self._provider = provider
+        self._notes = notes
+        info = _backend.region_info(handle)
+        self._nbytes, self._physical_nbytes = info.nbytes, info.physical_nbytes
+        self._kind, self._region_id = HandleKind(info.kind), info.region_id
+
+    def __repr__(self) -> str:
+        return f"<kvreuse.Region {self._provider} {self._nbytes} bytes {self._kind.name} handle {self._handle}>"
+
+    def _close_handle(self, handle: int) -> None:
+        _backend.region_close(handle)
+
+    @property
+    def provider(self) -> str:
+        """The provider's name."""
+        return self._provider
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes asked for."""
+        return self._nbytes
+
+    @property
+    def physical_nbytes(self) -> int:
+        """Bytes of memory: nbytes rounded up to pages."""
+        return self._physical_nbytes
+
+    @property
+    def kind(self) -> HandleKind:
+        """How it can be shared."""
+        return self._kind
+
+    @property
+    def region_id(self) -> bytes:
+        """16 random bytes that name this memory in every process."""
+        return self._region_id
+
+    def map(self, access: Access = Access.READ_WRITE) -> Mapping:
+        """Map it whole, at an address of its own each time.
+
+        Returns
+        -------
+        Mapping
+            Owned by the caller. The region cannot be closed before it.
+
+        Raises
+        ------
+        PermissionDeniedError
+            READ_WRITE of a region that was given for reading.
+        """
+        number = _status.as_integer(access, "access", -(2**31), 2**31 - 1)
+        return Mapping(self, _backend.region_map(self.handle, number, 0))
+
+    def export(self) -> SharedHandle:
+        """Make what another process needs to import this region.
+
+        Returns
+        -------
+        SharedHandle
+            Owns an fd of its own, which pins the memory until it is closed.
+
+        Raises
+        ------
+        NotSupportedError
+            Allocated with kind NONE.
+        """
+        info = _backend.region_info(self.handle)
+        return SharedHandle(
+            kind=HandleKind.POSIX_FD,
+            nbytes=info.nbytes,
+            physical_nbytes=info.physical_nbytes,
+            region_id=info.region_id,
+            provider=self._provider,
+            device=info.device,
+            inode=info.inode,
+            fd=_backend.region_export(self.handle),
+        )
+
+    def observe(self) -> Observation:
+        """Ask the kernel what this memory is now.
+
+        Returns
+        -------
+        Observation
+        """
+        seen = _backend.region_observe(self.handle)
+        reasons = dict(self._notes)
+        if seen.seals < 0:
+            reasons["seals"] = "fcntl F_GET_SEALS failed: the file cannot have seals"
+        return Observation(
+            nbytes=self._nbytes,
+            physical_nbytes=self._physical_nbytes,
+            observed_nbytes=seen.file_nbytes,
+            allocated_nbytes=seen.allocated_nbytes,
+            device=seen.device,
+            inode=seen.inode,
+            seals=None if seen.seals < 0 else seen.seals,
+            access=Access(seen.access),
+            page_nbytes=seen.page_nbytes,
+            sources=MappingProxyType(
+                {
+                    "nbytes": "carried",
+                    "physical_nbytes": "carried",
+                    "observed_nbytes": "fstat st_size",
+                    "allocated_nbytes": "fstat st_blocks",
+                    "device": "fstat st_dev",
+                    "inode": "fstat st_ino",
+                    "seals": "fcntl F_GET_SEALS",
+                    "access": "fcntl F_GETFL",
+                    "page_nbytes": "sysconf _SC_PAGESIZE",
+                }
+            ),
+            reasons=MappingProxyType(reasons),
+        )
+
+
+class Mapping(_Owned):
+    """A region's bytes in this process. Made by Region.map; keeps its region open."""
+
+    def __init__(self, region: Region, info: Any) -> None:
+        self._handle = info.handle
+        self._region = region
+        self._address = info.address
+        self._nbytes = info.nbytes
+        self._access = Access(info.access)
+
+    def __repr__(self) -> str:
+        return f"<kvreuse.Mapping {self._nbytes} bytes {self._access.name} handle {self._handle}>"
+
+    def _close_handle(self, handle: int) -> None:
+        _backend.mapping_unmap(handle)
+
+    @property
+    def region(self) -> Region:
+        """The region that is mapped."""
+        return self._region
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a view has: the region's nbytes."""
+        return self._nbytes
+
+    @property
+    def access(self) -> Access:
+        """What it allows."""
+        return self._access
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process; valid until close."""
+        _ = self.handle
+        return self._address
+
+    @property
+    def buffer(self) -> memoryview:
+        """A new 1-D view of format "B"; numpy.frombuffer of it copies nothing.
+
+        Everything made of it keeps the mapping alive: close() raises BusyError until all are gone.
+        """
+        return memoryview(_backend.mapping_buffer(self.handle))
+
+    def unmap(self) -> None:
+        """Close it, but refuse a second time.
+
+        Raises
+        ------
+        HandleClosedError
+            Closed before.
+        BusyError
+            A view is alive; nothing changed.
+        """
+        _ = self.handle
+        self.close()
+
+
+# magic, version, record bytes, kind, payload bytes, nbytes, physical_nbytes, region id, provider, st_dev, st_ino,
+# payload; then the CRC.
+_RECORD = struct.Struct("<4sHHiIqq16s16sQQ64s")
+_CRC = struct.Struct("<I")
+_MAGIC = b"KVRH"
+_VERSION = 1
+RECORD_NBYTES = _RECORD.size + _CRC.size
+assert RECORD_NBYTES == 148, "the shared record is part of the wire format"
+
+
+class SharedHandle:
+    """What one process gives another so that it can import a region: kind, payload, sizes, identity.
+
+    Made by Region.export, `recv` and `from_bytes`. A POSIX_FD one owns its fd, which pins the memory while open. Not
+    picklable: an fd number means nothing in another process; use `send` and `recv`.
+    """
+
+    def __init__(
+        self,
+        *,
+        kind: HandleKind,
+        nbytes: int,
+        physical_nbytes: int,
+        region_id: bytes,
+        provider: str,
+        device: int = 0,
+        inode: int = 0,
+        fd: int | None = None,
+        payload: bytes = b"",
+    ) -> None:
+        self._fd = -1 if fd is None else fd
+        self._pid = os.getpid()
+        self.kind = kind
+        self.nbytes = nbytes
+        self.physical_nbytes = physical_nbytes
+        self.region_id = region_id
+        self.provider = provider
+        self.device = device
+        self.inode = inode
+        self._payload = payload
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<kvreuse.SharedHandle {self.kind.name} {self.nbytes} bytes of {self.provider}, fd {self._fd}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a SharedHandle cannot be pickled: its fd is of this process; use send() and recv()")
+
+    @property
+    def payload(self) -> bytes:
+        """The exact native payload: POSIX_FD 4 bytes (the fd as a native-endian C int, valid while open), FABRIC 64."""
+        if self.kind is HandleKind.POSIX_FD:
+            return struct.pack("=i", self.fileno())
+        return self._payload
+
+    def fileno(self) -> int:
+        """Return the fd, which stays this object's.
+
+        Raises
+        ------
+        InvalidHandleError
+            No fd: closed, read from bytes without one, or not of kind POSIX_FD.
+        """
+        if self._fd < 0:
+            raise InvalidHandleError(
+                f"this {self.kind.name} record has no fd: receive it with recv(), or give from_bytes() the fd",
+                status=-1,
+                name="INVALID_HANDLE",
+            )
+        if self._pid != os.getpid():
+            raise ForkedError("the fd belongs to the parent process", status=-26, name="FORKED")
+        return self._fd
+
+    def close(self) -> None:
+        """Close the fd; the record can still be read. Closing again does nothing."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0 and self._pid == os.getpid():
+            os.close(fd)
+
+    def __enter__(self) -> SharedHandle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_fd", -1) >= 0 and self._pid == os.getpid():
+            self.close()
+            warnings.warn("SharedHandle was dropped without close()", ResourceWarning, stacklevel=2, source=self)
+
+    def to_bytes(self) -> bytes:
+        """Write the record: versioned, fixed width, no padding, no fd number, a CRC32C last.
+
+        Returns
+        -------
+        bytes
+            RECORD_NBYTES (148) bytes.
+        """
+        body = _RECORD.pack(
+            _MAGIC,
+            _VERSION,
+            RECORD_NBYTES,
+            int(self.kind),
+            len(self._payload),
+            self.nbytes,
+            self.physical_nbytes,
+            self.region_id,
+            self.provider.encode(),
+            self.device,
+            self.inode,
+            self._payload,
+        )
+        return body + _CRC.pack(_backend.crc32c(body))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, fd: int | None = None) -> SharedHandle:
+        """Read a record.
+
+        Parameters
+        ----------
+        data : bytes
+            RECORD_NBYTES bytes of `to_bytes`.
+        fd : int, optional
+            The region's fd. Taken in every case: closed if this raises. Without it the record can only be read.
+
+        Raises
+        ------
+        CorruptError
+            Cut, too long, or damaged.
+        IncompatibleError
+            Another version of the record.
+        KindMismatchError
+            An fd with a kind that has none, or a payload that does not fit the kind.
+        SizeMismatchError
+            Sizes that cannot be.
+        """
+        try:
+            return cls._parse(bytes(data), fd)
+        except BaseException:
+            if fd is not None and fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+            raise
+
+    @classmethod
+    def _parse(cls, data: bytes, fd: int | None) -> SharedHandle:
+        if len(data) >= 6 and data[:4] == _MAGIC:
+            version = int.from_bytes(data[4:6], "little")
+            if version != _VERSION:
+                raise IncompatibleError(
+                    f"the shared handle has record version {version}: this library reads {_VERSION}",
+                    status=-15,
+                    name="INCOMPATIBLE",
+                    fields={"version": (_VERSION, version)},
+                )
+        if len(data) != RECORD_NBYTES:
+            raise CorruptError(
+                f"a shared handle has {RECORD_NBYTES} bytes: got {len(data)}", status=-20, name="CORRUPT"
+            )
+        body, crc = data[:-4], _CRC.unpack(data[-4:])[0]
+        found = _backend.crc32c(body)
+        if crc != found or body[:4] != _MAGIC:
+            raise CorruptError(
+                f"the shared handle is damaged: its CRC is {crc:#010x}, computed {found:#010x}",
+                status=-20,
+                name="CORRUPT",
+            )
+        (_, _, size, kind, payload_nbytes, nbytes, physical, region_id, provider, device, inode, payload) = (
+            _RECORD.unpack(body)
+        )
+        try:
+            known = HandleKind(kind)
+            name = provider.rstrip(b"\0").decode("ascii")
+        except ValueError as error:
+            raise CorruptError(f"the shared handle is not well-formed: {error}", status=-20, name="CORRUPT") from None
+        expected = 64 if known is HandleKind.FABRIC else 0
+        if known is HandleKind.NONE or size != RECORD_NBYTES or payload_nbytes != expected:
+            raise KindMismatchError(
+                f"a record of kind {known.name} carries {expected} bytes of payload: got {payload_nbytes}",
+                status=-4,
+                name="KIND_MISMATCH",
+            )
+        if fd is not None and known is not HandleKind.POSIX_FD:
+            raise KindMismatchError(
+                f"a record of kind {known.name} has no fd: got fd {fd}", status=-4, name="KIND_MISMATCH"
+            )
+        if nbytes <= 0 or physical < nbytes:
+            raise SizeMismatchError(
+                f"the record declares {nbytes} bytes in {physical} of memory: expected 1 or more, and enough memory",
+                status=-5,
+                name="SIZE_MISMATCH",
+            )
+        return cls(
+            kind=known,
+            nbytes=nbytes,
+            physical_nbytes=physical,
+            region_id=region_id,
+            provider=name,
+            device=device,
+            inode=inode,
+            fd=fd,
+            payload=payload[:expected],
+        )
+
+    def send(self, sock: socket.socket, timeout: float = 5.0) -> None:
+        """Send the record, and the fd by SCM_RIGHTS, over a connected AF_UNIX socket. The fd stays this object's.
+
+        Raises
+        ------
+        ProtocolError
+            The socket is no connected AF_UNIX one, or took only a part of the record.
+        WaitTimeoutError
+            The peer did not read within `timeout` seconds.
+        """
+        _check_unix(sock)
+        fds = [self.fileno()] if self.kind is HandleKind.POSIX_FD else []
+        data = self.to_bytes()
+        _wait(sock, select.POLLOUT, timeout)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd)) for fd in fds]
+        sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+        if sent != len(data):
+            raise ProtocolError(
+                f"the socket took {sent} of {len(data)} bytes",
+                status=-22,
+                name="PROTOCOL",
+                expected=len(data),
+                got=sent,
+            )
+
+    @classmethod
+    def recv(cls, sock: socket.socket, timeout: float = 5.0) -> SharedHandle:
+        """Receive what `send` sent.
+
+        Returns
+        -------
+        SharedHandle
+            Owns the received fd, which is CLOEXEC.
+
+        Raises
+        ------
+        ProtocolError
+            Too many or too few fds, cut fd passing, or the peer closed. What arrived is closed; `expected` and `got`
+            are counts.
+        WaitTimeoutError
+            Nothing came within `timeout` seconds.
+        """
+        _check_unix(sock)
+        _wait(sock, select.POLLIN, timeout)
+        data, fds, cut = _recv_fds(sock, RECORD_NBYTES)
+        try:
+            if not data:
+                raise ProtocolError("the peer closed the connection", status=-22, name="PROTOCOL", expected=1, got=0)
+            wanted = 0 if len(data) >= 12 and int.from_bytes(data[8:12], "little") == HandleKind.FABRIC else 1
+            if len(fds) != wanted or cut:
+                raise ProtocolError(
+                    f"expected {wanted} fd(s) with the record, got {len(fds)}"
+                    + (" (cut: is the fd limit reached?)" if cut else ""),
+                    status=-22,
+                    name="PROTOCOL",
+                    expected=wanted,
+                    got=len(fds),
+                )
+            fd = fds.pop() if fds else None
+        finally:
+            for extra in fds:
+                os.close(extra)
+        return cls.from_bytes(data, fd)
+
+
+def _check_unix(sock: socket.socket) -> None:
+    if sock.family != socket.AF_UNIX:
+        raise ProtocolError(
+            f"a shared handle travels over an AF_UNIX socket: got {sock.family!r}", status=-22, name="PROTOCOL"
+        )
+
+
+def _wait(sock: socket.socket, event: int, timeout: float) -> None:
+    poll = select.poll()
+    poll.register(sock, event)
+    deadline = time.monotonic() + timeout
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise WaitTimeoutError(f"the peer did nothing within {timeout} s", status=-23, name="WAIT_TIMEOUT")
+
+
+def _recv_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
+    """Receive one message: (bytes, fds, whether anything was cut), with room for 4 fds to see and close too many."""
+    data, ancillary, flags, _ = sock.recvmsg(nbytes + 1, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            count = len(payload) // 4
+            fds.extend(struct.unpack(f"={count}i", payload[: count * 4]))
+    return data, fds, bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
+
+
+def allocate_named(provider: Provider, nbytes: int, name: str) -> Region:
+    """Allocate host memory under a memfd name (at most 200 bytes), so that /proc shows whose it is."""
+    notes: dict[str, str] = {}
+    return Region(provider.name, provider._allocate_host(nbytes, HandleKind.POSIX_FD, notes, name), notes)
+
+
+__all__ = [
+    "Access",
+    "Capability",
+    "HandleKind",
+    "Mapping",
+    "Observation",
+    "Provider",
+    "Region",
+    "SharedHandle",
+    "open_provider",
+]
