@@ -223,3 +223,9 @@ def buffer_error(name: str, value: Any, want: str) -> TypeError:
 def buffer_length_error(name: str, found: int, expected: int, unit: str) -> _e.RangeError:
     """Build the error of a buffer of the wrong length."""
     return _e.RangeError(f"{name} must have {expected} {unit}: got {found}", status=-6, name="RANGE", call="")
+
+
+def make_text(status: int, text: str, **fields: Any) -> _e.KVReuseError:
+    """Build the exception of a status with a text of its own (the classes above the backends)."""
+    name, cls = STATUS.get(status, STATUS[-22])
+    return cls(text, status=status, name=name, **fields)

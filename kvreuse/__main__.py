@@ -1,0 +1,5 @@
+"""python -m kvreuse."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,545 @@
+"""Handles, regions and mappings of the fallback, and the conversion of arguments. Meanings: include/kvreuse.h."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from . import _api, _status
+from . import _ctypes_libc as libc
+from . import _ctypes_structs as c
+
+with warnings.catch_warnings():
+    # Without its C extension it warns and takes Python: slower, as everything here.
+    warnings.simplefilter("ignore", RuntimeWarning)
+    import google_crc32c
+
+PAGE = mmap.PAGESIZE
+INT32 = (-(2**31), 2**31 - 1)
+UINT32 = (0, 2**32 - 1)
+UINT64 = (0, 2**64 - 1)
+
+# Guards handles and what they name. Re-entrant: a finalizer may close something while this thread is in here.
+lock: Any = threading.RLock()
+
+
+# ---- CRC32C ----
+
+if google_crc32c.implementation == "c":
+    crc: Callable[[Any], int] = google_crc32c.value
+    crc_extend: Callable[[int, Any], int] = google_crc32c.extend
+else:
+
+    def crc(data: Any) -> int:
+        """Compute the CRC32C of bytes, or of a ctypes array."""
+        return int(google_crc32c.value(bytes(data)))
+
+    def crc_extend(value: int, data: Any) -> int:
+        """Go on from `value`."""
+        return int(google_crc32c.extend(value, bytes(data)))
+
+
+_CRC_STEP = 1 << 18  # bytes copied at a time: google_crc32c takes no memoryview
+
+
+# ---- arguments ----
+
+
+def bytes_view(value: Any, name: str, writable: bool = False) -> memoryview:
+    """Take a C-contiguous buffer as unsigned bytes."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        view = None
+    if view is None or not view.c_contiguous or (writable and view.readonly):
+        want = "a writable C-contiguous bytes buffer" if writable else "a C-contiguous bytes buffer"
+        raise _status.buffer_error(name, value, want)
+    if view.format == "B" and view.ndim == 1:
+        return view
+    # A view without bytes cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def int64_view(value: Any, name: str, writable: bool = False) -> memoryview:
+    """Take a C-contiguous one-dimensional buffer of int64."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        view = None
+    if (
+        view is None
+        or view.ndim != 1
+        or view.format not in ("q", "l")
+        or view.itemsize != 8
+        or not view.c_contiguous
+        or (writable and view.readonly)
+    ):
+        want = "a writable C-contiguous int64 array" if writable else "a C-contiguous int64 array"
+        raise _status.buffer_error(name, value, want)
+    return view
+
+
+def check_length(name: str, found: int, expected: int, unit: str) -> None:
+    if found != expected:
+        raise _status.buffer_length_error(name, found, expected, unit)
+
+
+def as_bytes(value: Any, name: str) -> bytes:
+    if not isinstance(value, bytes):
+        raise _status.buffer_error(name, value, "bytes")
+    return value
+
+
+def _as_text(value: Any, name: str, want: str) -> bytes:
+    if not isinstance(value, str):
+        raise _status.buffer_error(name, value, want)
+    if "\0" in value:
+        raise _status.buffer_error(name, value, "str without NUL")
+    return value.encode("utf-8", "surrogateescape")
+
+
+# ---- handles ----
+
+
+class Region:
+    """A region; its fd is owned."""
+
+    sort = c.KVR_SORT_REGION
+
+    def __init__(self, fd: int, nbytes: int, physical_nbytes: int, kind: int, origin: int, region_id: bytes) -> None:
+        found = os.fstat(fd)
+        self.handle = 0
+        self.fd = fd
+        self.nbytes, self.physical_nbytes = nbytes, physical_nbytes
+        self.kind, self.access, self.origin = kind, _access_of(fd), origin
+        self.mapping_count = 0
+        self.device, self.inode = found.st_dev, found.st_ino
+        self.region_id = region_id
+
+    def info(self) -> _api.RegionInfo:
+        return _api.RegionInfo(
+            self.handle,
+            self.nbytes,
+            self.physical_nbytes,
+            self.kind,
+            self.access,
+            self.origin,
+            self.mapping_count,
+            self.device,
+            self.inode,
+            self.region_id,
+        )
+
+
+class MappingBuffer(mmap.mmap):
+    """What exports a mapping's bytes; the mapping stays while anyone has a buffer of it."""
+
+
+class Mapping:
+    """A mapping of a region."""
+
+    sort = c.KVR_SORT_MAPPING
+
+    def __init__(self, region: Region, buffer: MappingBuffer, access: int) -> None:
+        self.handle = 0
+        self.region = region
+        self.buffer = buffer
+        self.address = libc.address_of(buffer)
+        self.nbytes = region.nbytes
+        self.access = access
+        self.uses = 0  # by mapping_use and by tables; views are counted by the buffer
+
+    def info(self) -> _api.MappingInfo:
+        uses = self.uses + libc.export_count(self.buffer)
+        return _api.MappingInfo(self.handle, self.region.handle, self.address, self.nbytes, self.access, uses)
+
+
+_GENERATION_MAX = 2**31 - 1
+_generations: list[int] = []
+_objects: list[Any] = []
+_vacant: list[int] = []
+_counts: dict[int, int] = dict.fromkeys((c.KVR_SORT_REGION, c.KVR_SORT_MAPPING, c.KVR_SORT_LOCK, c.KVR_SORT_TABLE), 0)
+
+_owner_pid = os.getpid()
+_is_forked = False
+
+T = TypeVar("T")
+
+
+def register(thing: Any) -> int:
+    """Give `thing` a handle that no other thing ever had or will have. The caller holds `lock`."""
+    if _vacant:
+        slot = _vacant.pop()
+    else:
+        slot = len(_objects)
+        _generations.append(0)
+        _objects.append(None)
+    _generations[slot] += 1
+    _objects[slot] = thing
+    _counts[thing.sort] += 1
+    handle = _generations[slot] << 32 | slot
+    thing.handle = handle
+    return handle
+
+
+def unregister(thing: Any) -> None:
+    """Make a handle stale. The caller holds `lock`."""
+    slot = thing.handle & 0xFFFFFFFF
+    _objects[slot] = None
+    _counts[thing.sort] -= 1
+    # An exhausted generation retires its slot.
+    if _generations[slot] < _GENERATION_MAX:
+        _vacant.append(slot)
+
+
+def find(handle: int, sort: type[T], call: str) -> T:
+    """Return what a handle names, or raise. The caller holds `lock` for as long as it needs the thing."""
+    if handle <= 0:
+        raise _status.make(c.KVR_ERROR_INVALID_HANDLE, c.KVR_DETAIL_HANDLE_NOT_POSITIVE, (handle,), call)
+    slot, generation = handle & 0xFFFFFFFF, handle >> 32
+    if slot >= len(_objects) or generation == 0 or generation > _generations[slot]:
+        raise _status.make(c.KVR_ERROR_INVALID_HANDLE, c.KVR_DETAIL_HANDLE_UNKNOWN, (handle,), call)
+    thing = _objects[slot]
+    if thing is None or generation < _generations[slot]:
+        raise _status.make(c.KVR_ERROR_STALE_HANDLE, c.KVR_DETAIL_HANDLE_STALE, (handle,), call)
+    if type(thing) is not sort:
+        values = (handle, thing.sort, sort.sort)  # type: ignore[attr-defined]
+        raise _status.make(c.KVR_ERROR_INVALID_HANDLE, c.KVR_DETAIL_HANDLE_SORT, values, call)
+    return thing
+
+
+def check_fork(call: str) -> None:
+    """Refuse to work in a forked child of the process that owns the state."""
+    if _is_forked:
+        raise _status.make(c.KVR_ERROR_FORKED, c.KVR_DETAIL_FORKED, (_owner_pid, os.getpid()), call)
+
+
+def _after_fork_in_child() -> None:
+    global _is_forked, lock
+    _is_forked = True
+    lock = threading.RLock()  # another thread of the parent may have held the old one
+    for buffer in _buffers:
+        # Its destructor would unmap an address that may be another mapping's here: MADV_DONTFORK left a hole.
+        libc.keep_for_ever(buffer)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# ---- memory ----
+
+_buffers: set[MappingBuffer] = set()
+# An mmap object dups its fd, from Python 3.13 on only if asked to.
+try:
+    MappingBuffer(-1, PAGE, trackfd=False).close()  # type: ignore[call-arg,unused-ignore]
+except TypeError:
+    _TRACK: dict[str, Any] = {}
+    _FDS_A_BUFFER = 1
+else:
+    _TRACK = {"trackfd": False}
+    _FDS_A_BUFFER = 0
+
+
+def map_memory(fd: int, nbytes: int, access: int, dontfork: bool, call: str, offset: int = 0) -> MappingBuffer:
+    """Map `nbytes` bytes of an fd, shared. Close it with `unmap_memory`."""
+    how = mmap.ACCESS_WRITE if access == c.KVR_ACCESS_READ_WRITE else mmap.ACCESS_READ
+    try:
+        buffer = MappingBuffer(fd, nbytes, access=how, offset=offset, **_TRACK)
+    except OSError as error:
+        raise _status.from_errno("mmap", error.errno or 0) from None
+    except ValueError:
+        # Its file was cut since it was imported: touching the missing pages would be a SIGBUS.
+        found = os.fstat(fd).st_size
+        values = (offset + nbytes, found)
+        raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_SIZE, values, call) from None
+    _buffers.add(buffer)
+    if dontfork:
+        try:
+            buffer.madvise(libc.MADV_DONTFORK)
+        except OSError as error:
+            unmap_memory(buffer)
+            raise _status.from_errno("madvise", error.errno or 0) from None
+    return buffer
+
+
+def unmap_memory(buffer: MappingBuffer) -> None:
+    """Unmap; BufferError while somebody has a buffer of it."""
+    buffer.close()
+    _buffers.discard(buffer)
+
+
+def buffer_fds() -> int:
+    return len(_buffers) * _FDS_A_BUFFER
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _access_of(fd: int) -> int:
+    mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+    return {os.O_RDONLY: c.KVR_ACCESS_READ, os.O_RDWR: c.KVR_ACCESS_READ_WRITE}.get(mode, c.KVR_ACCESS_NONE)
+
+
+def _seals_of(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, libc.F_GET_SEALS)
+    except OSError:
+        return -1
+
+
+def _step(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of `os`, turning its OSError into ours."""
+    try:
+        return function(*arguments)
+    except OSError as error:
+        raise _status.from_errno(call, error.errno or 0) from None
+
+
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+def _open_unnamed(directory: bytes) -> int:
+    try:
+        return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    # A file system without O_TMPFILE: the name exists for a moment.
+    path = os.path.join(directory, b".kvreuse-" + os.urandom(8).hex().encode())
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def host_allocate(nbytes: Any, kind: Any, name: str, directory: str | None) -> _api.RegionInfo:
+    call = "host_allocate"
+    nbytes = _status.as_integer(nbytes, "nbytes")
+    kind = _status.as_integer(kind, "kind", *INT32)
+    label = _as_text(name, "name", "str")
+    folder = None if directory is None else _as_text(directory, "directory", "str or None")
+    if not 1 <= nbytes <= c.KVR_NBYTES_MAX:
+        raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_NBYTES_RANGE, (nbytes, c.KVR_NBYTES_MAX), call)
+    if len(label) > c.KVR_REGION_NAME_NBYTES:
+        values = (len(label), c.KVR_REGION_NAME_NBYTES)
+        raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_NAME_TOO_LONG, values, call)
+    if kind == c.KVR_KIND_FABRIC:
+        raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_KIND_NOT_ALLOCATABLE, (kind,), call)
+    if kind not in (c.KVR_KIND_NONE, c.KVR_KIND_POSIX_FD):
+        raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_KIND_UNKNOWN, (kind,), call)
+    check_fork(call)
+    physical = _round_up(nbytes)
+    if folder is None:
+        fd = _step("memfd_create", libc.memfd_create, label, libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING)
+    else:
+        fd = _step("open", _open_unnamed, folder)
+    try:
+        _step("ftruncate", os.ftruncate, fd, physical)
+        if folder is None:
+            seals = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW | libc.F_SEAL_SEAL
+            _step("fcntl", fcntl.fcntl, fd, libc.F_ADD_SEALS, seals)
+        else:
+            # A full file system is an error now, not a SIGBUS at the first touch.
+            _step("posix_fallocate", os.posix_fallocate, fd, 0, physical)
+        region = Region(fd, nbytes, physical, kind, c.KVR_ORIGIN_ALLOCATED, os.urandom(c.KVR_REGION_ID_NBYTES))
+        with lock:
+            register(region)
+            return region.info()
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def region_info(region: Any) -> _api.RegionInfo:
+    handle = _status.as_integer(region, "region")
+    with lock:
+        return find(handle, Region, "region_info").info()
+
+
+def region_export(region: Any) -> int:
+    call = "region_export"
+    handle = _status.as_integer(region, "region")
+    with lock:
+        thing = find(handle, Region, call)
+        check_fork(call)
+        if thing.kind != c.KVR_KIND_POSIX_FD:
+            raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_KIND_NOT_EXPORTABLE, (thing.kind,), call)
+        return int(_step("fcntl", fcntl.fcntl, thing.fd, fcntl.F_DUPFD_CLOEXEC, 0))
+
+
+def region_import(
+    fd: Any, nbytes: Any, physical_nbytes: Any, region_id: bytes, device: Any, inode: Any, flags: Any
+) -> _api.RegionInfo:
+    call = "region_import"
+    fd = _status.as_integer(fd, "fd", *INT32)
+    nbytes = _status.as_integer(nbytes, "nbytes")
+    physical = _status.as_integer(physical_nbytes, "physical_nbytes")
+    region_id = as_bytes(region_id, "region_id")
+    device = _status.as_integer(device, "device", *UINT64)
+    inode = _status.as_integer(inode, "inode", *UINT64)
+    flags = _status.as_integer(flags, "flags", *UINT32)
+    check_length("region_id", len(region_id), c.KVR_REGION_ID_NBYTES, "bytes")
+    if flags & ~c.KVR_IMPORT_ALLOW_UNSEALED:
+        values: tuple[int, ...] = (flags, c.KVR_IMPORT_ALLOW_UNSEALED)
+        raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_FLAGS_UNKNOWN, values, call)
+    if fd < 0:
+        raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_FD_NEGATIVE, (fd,), call)
+    if not 1 <= nbytes <= c.KVR_NBYTES_MAX:
+        raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_NBYTES_RANGE, (nbytes, c.KVR_NBYTES_MAX), call)
+    if physical != _round_up(nbytes):
+        values = (nbytes, physical, PAGE)
+        raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_NBYTES, values, call)
+    found = _step("fstat", os.fstat, fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise _status.make(c.KVR_ERROR_KIND_MISMATCH, c.KVR_DETAIL_FD_NOT_MEMORY, (fd, found.st_mode), call)
+    if (device or inode) and (device, inode) != (found.st_dev, found.st_ino):
+        values = (device, inode, found.st_dev, found.st_ino)
+        raise _status.make(c.KVR_ERROR_STALE_HANDLE, c.KVR_DETAIL_IMPORT_INODE, values, call)
+    if found.st_size != physical:
+        values = (physical, found.st_size)
+        raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_SIZE, values, call)
+    if not flags & c.KVR_IMPORT_ALLOW_UNSEALED:
+        seals = _seals_of(fd)
+        if seals < 0 or not seals & libc.F_SEAL_SHRINK:
+            values = (seals, libc.F_SEAL_SHRINK)
+            raise _status.make(c.KVR_ERROR_PERMISSION_DENIED, c.KVR_DETAIL_IMPORT_SEALS, values, call)
+    check_fork(call)
+    own = _step("fcntl", fcntl.fcntl, fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    try:
+        region = Region(own, nbytes, physical, c.KVR_KIND_POSIX_FD, c.KVR_ORIGIN_IMPORTED, region_id)
+        with lock:
+            register(region)
+            return region.info()
+    except BaseException:
+        os.close(own)
+        raise
+
+
+def region_observe(region: Any) -> _api.HostObservation:
+    handle = _status.as_integer(region, "region")
+    with lock:
+        thing = find(handle, Region, "region_observe")
+        found = _step("fstat", os.fstat, thing.fd)
+        access = _step("fcntl", _access_of, thing.fd)
+        seals = _seals_of(thing.fd)
+    return _api.HostObservation(
+        found.st_size,
+        found.st_blocks * 512,
+        found.st_dev,
+        found.st_ino,
+        found.st_mode,
+        seals,
+        access,
+        PAGE,
+        found.st_blksize,
+    )
+
+
+def region_map(region: Any, access: Any, flags: Any) -> _api.MappingInfo:
+    call = "region_map"
+    handle = _status.as_integer(region, "region")
+    access = _status.as_integer(access, "access", *INT32)
+    flags = _status.as_integer(flags, "flags", *UINT32)
+    with lock:
+        thing = find(handle, Region, call)
+        if access not in (c.KVR_ACCESS_READ, c.KVR_ACCESS_READ_WRITE):
+            raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_ACCESS_UNKNOWN, (access,), call)
+        if flags & ~c.KVR_MAP_DONTFORK:
+            values = (flags, c.KVR_MAP_DONTFORK)
+            raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_FLAGS_UNKNOWN, values, call)
+        if access == c.KVR_ACCESS_READ_WRITE and thing.access != c.KVR_ACCESS_READ_WRITE:
+            raise _status.make(c.KVR_ERROR_PERMISSION_DENIED, c.KVR_DETAIL_ACCESS_READ_ONLY, (handle,), call)
+        check_fork(call)
+        buffer = map_memory(thing.fd, thing.nbytes, access, bool(flags & c.KVR_MAP_DONTFORK), call)
+        try:
+            mapping = Mapping(thing, buffer, access)
+            register(mapping)
+        except BaseException:
+            unmap_memory(buffer)
+            raise
+        thing.mapping_count += 1
+        return mapping.info()
+
+
+def region_close(region: Any) -> None:
+    call = "region_close"
+    handle = _status.as_integer(region, "region")
+    with lock:
+        thing = find(handle, Region, call)
+        check_fork(call)
+        if thing.mapping_count:
+            values = (handle, thing.mapping_count)
+            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_REGION_MAPPED, values, call)
+        unregister(thing)
+        fd, thing.fd = thing.fd, -1
+    # After close() the number is free whatever it says.
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def mapping_info(mapping: Any) -> _api.MappingInfo:
+    handle = _status.as_integer(mapping, "mapping")
+    with lock:
+        return find(handle, Mapping, "mapping_info").info()
+
+
+def mapping_buffer(mapping: Any) -> MappingBuffer:
+    call = "mapping_buffer"
+    handle = _status.as_integer(mapping, "mapping")
+    with lock:
+        thing = find(handle, Mapping, call)
+        check_fork(call)
+        return thing.buffer
+
+
+def mapping_use(mapping: Any, delta: Any) -> None:
+    call = "mapping_use"
+    handle = _status.as_integer(mapping, "mapping")
+    delta = _status.as_integer(delta, "delta", *INT32)
+    with lock:
+        thing = find(handle, Mapping, call)
+        if delta not in (1, -1) or thing.uses + delta < 0:
+            raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_COUNT_RANGE, (delta, 1), call)
+        thing.uses += delta
+
+
+def mapping_unmap(mapping: Any) -> None:
+    call = "mapping_unmap"
+    handle = _status.as_integer(mapping, "mapping")
+    with lock:
+        thing = find(handle, Mapping, call)
+        check_fork(call)
+        is_used = thing.uses > 0
+        if not is_used:
+            try:
+                unmap_memory(thing.buffer)
+            except BufferError:
+                is_used = True
+        if is_used:
+            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_MAPPING_IN_USE, (handle,), call)
+        unregister(thing)
+        thing.region.mapping_count -= 1
+
+
+def counts() -> dict[int, int]:
+    return _counts
+
+
+def crc32c(data: Any, value: Any = 0) -> int:
+    view = bytes_view(data, "data")
+    value = _status.as_integer(value, "value", *UINT32)
+    for start in range(0, view.nbytes, _CRC_STEP):
+        value = crc_extend(value, view[start : start + _CRC_STEP].tobytes())
+    return int(value)

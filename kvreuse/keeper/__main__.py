@@ -1,0 +1,5 @@
+"""python -m kvreuse.keeper."""
+
+from .server import main
+
+raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""Who is at the other end of a socket, and proof that it is gone: pidfds, never a pid alone (S5)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+from pathlib import Path
+
+SO_PEERPIDFD = 77  # Linux 6.5, include/uapi/asm-generic/socket.h
+_UCRED = struct.Struct("=iII")
+
+
+class Process:
+    """A peer process, named by its pidfd. Owns the pidfd."""
+
+    def __init__(self, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.start_time = start_time(pid)
+        status = os.fstat(pidfd)
+        # From Linux 6.9 on a pidfd's inode is its process; before, all share one and pid with start time has to do.
+        self.key = (status.st_dev, status.st_ino) if _inodes_tell() else (pid, self.start_time)
+
+    def gone(self) -> bool:
+        """Whether the process has ended."""
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the pidfd."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """Return the uid of the process that connected, or that listens."""
+    return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+
+
+def peer_process(sock: socket.socket) -> Process:
+    """Name the peer. Raises OSError where the kernel gives no proof of its end."""
+    pid = int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0])
+    try:
+        pidfd = struct.unpack("=i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
+    except OSError:
+        if pid <= 0:
+            raise
+        # Between connect and now the pid could have been reused; the start time before and after must agree.
+        before = start_time(pid)
+        pidfd = os.pidfd_open(pid)
+        if start_time(pid) != before:
+            os.close(pidfd)
+            raise
+    try:
+        return Process(pid, pidfd)
+    except BaseException:
+        os.close(pidfd)
+        raise
+
+
+def start_time(pid: int) -> int:
+    """Return a process's start in clock ticks since boot (field 22 of /proc/PID/stat); 0 if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return 0
+
+
+def _inodes_tell() -> bool:
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(minor.split("-")[0])) >= (6, 9)

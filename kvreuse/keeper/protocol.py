@@ -1,0 +1,307 @@
+"""Frames between keeper and clients: SOCK_SEQPACKET, one frame a message, fds by SCM_RIGHTS. Imports no numpy.
+
+A frame is a header of 16 bytes, little endian, and a msgpack payload; at most 64 KiB together:
+
+====== ==== ==========================================
+offset type meaning
+====== ==== ==========================================
+0      4s   "KVRF"
+4      u16  version, read before anything after it
+6      u16  zero
+8      u32  bytes of the payload: exactly the rest
+12     u32  file descriptors that come with the frame
+====== ==== ==========================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, Union
+
+import msgspec
+
+from .. import _status
+from ..errors import IncompatibleError, KVReuseError, ProtocolError
+
+VERSION = 1
+FRAME_NBYTES_MAX = 65536
+FDS_MAX = 200  # the kernel passes 253 a message
+PAGE_PARTS = 32
+_HEADER = struct.Struct("<4sHHII")
+_MAGIC = b"KVRF"
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    serial: int
+
+
+# (nbytes, physical_nbytes, region_id, device, inode, unsealed) of one region's memory
+Record = tuple[int, int, bytes, int, int, bool]
+
+
+class Hello(_Message, frozen=True, kw_only=True):
+    """First frame of a client."""
+
+    abi: int
+    backend: str
+    version: str
+
+
+class Attach(_Message, frozen=True, kw_only=True):
+    """Become the writer of a rank's part; `donate` regions of the client's own will follow (0: the keeper makes them)."""
+
+    attach_id: bytes
+    manifest: dict[str, Any]
+    rank: dict[str, int]
+    group: str
+    blocks: int
+    provider: str
+    donate: int
+
+
+class Donate(_Message, frozen=True, kw_only=True):
+    """One data region, with its fd."""
+
+    session: int
+    index: int
+    record: Record
+
+
+class Confirm(_Message, frozen=True, kw_only=True):
+    """The client has opened the part; this is what it found."""
+
+    session: int
+    kind: str
+    blocks: int
+    reason: str
+
+
+class Goodbye(_Message, frozen=True, kw_only=True):
+    """End of a session."""
+
+    session: int
+
+
+class Resume(_Message, frozen=True, kw_only=True):
+    """The same process after a cut connection."""
+
+    session: int
+    attach_id: bytes
+
+
+class GetStatus(_Message, frozen=True, kw_only=True):
+    """Ask for a page of status, from part number `first`."""
+
+    first: int
+
+
+class GetReadiness(_Message, frozen=True, kw_only=True):
+    """Ask for a group's readiness; the answer comes when it is ready, or after wait_s seconds."""
+
+    group: str
+    dp: int
+    wait_s: float
+
+
+class Release(_Message, frozen=True, kw_only=True):
+    """Free a part that has no writer; an empty id: all of them."""
+
+    part_id: bytes
+
+
+class Welcome(_Message, frozen=True, kw_only=True):
+    """Answer to Hello. `profile` is None where none was declared."""
+
+    abi: int
+    incarnation: int
+    label: str
+    profile: dict[str, Any] | None
+
+
+class NeedRegions(_Message, frozen=True, kw_only=True):
+    """Answer to Attach: donate regions of at least these sizes, in order."""
+
+    session: int
+    nbytes: list[int]
+
+
+class Attached(_Message, frozen=True, kw_only=True):
+    """The part: fds of table, claims, lock and data follow in this order, `fd_count` in all, as many as fit with this frame."""
+
+    part_id: bytes
+    session: int
+    row: int
+    offered: str
+    reason: str
+    records: list[Record]
+    blocks: int
+    block_bytes: int
+    lock_wait_ns: int
+    reuse_enabled: bool
+    reuse_reason: str
+    checksum: str
+    fd_count: int
+
+
+class MoreFds(_Message, frozen=True, kw_only=True):
+    """More fds of Attached."""
+
+
+class Refused(_Message, frozen=True, kw_only=True):
+    """Answer to Attach: REFUSED."""
+
+    reason: str
+    pid: int
+    fields: dict[str, list[Any]]
+
+
+class Done(_Message, frozen=True, kw_only=True):
+    """A request was carried out."""
+
+    value: int = 0
+
+
+class StatusPage(_Message, frozen=True, kw_only=True):
+    """A page of status; `next` is the next page's first part, -1 at the end."""
+
+    summary: dict[str, Any]
+    parts: list[dict[str, Any]]
+    next: int
+
+
+class ReadinessReply(_Message, frozen=True, kw_only=True):
+    """A group's readiness; `ranks` has one entry a rank of its topology."""
+
+    ready: bool
+    reason: str
+    ranks: list[dict[str, Any]]
+
+
+class Failed(_Message, frozen=True, kw_only=True):
+    """A request failed; `status` is a KVR_ERROR_ number."""
+
+    status: int
+    text: str
+    fields: dict[str, list[Any]]
+
+
+Request = Union[
+    Hello, Attach, Donate, Confirm, Goodbye, Resume, GetStatus, GetReadiness, Release
+]
+Reply = Union[
+    Welcome, NeedRegions, Attached, MoreFds, Refused, Done, StatusPage, ReadinessReply, Failed
+]
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+def protocol_error(text: str, expected: Any = None, got: Any = None) -> ProtocolError:
+    """Build a ProtocolError."""
+    return ProtocolError(text, status=-22, name="PROTOCOL", expected=expected, got=got)
+
+
+def failed(serial: int, error: KVReuseError | TypeError) -> Failed:
+    """Put an error into a frame."""
+    status = -6 if isinstance(error, TypeError) else (error.status or _status.NUMBER.get(type(error), -22))
+    fields = {name: list(pair) for name, pair in getattr(error, "fields", {}).items()}
+    return Failed(serial=serial, status=status, text=str(error)[:4096], fields=fields)
+
+
+def raise_failed(message: Failed) -> None:
+    """Raise the error of a frame."""
+    error = _status.make_text(message.status, message.text)
+    if isinstance(error, IncompatibleError):
+        error.fields = {name: (pair[0], pair[1]) for name, pair in message.fields.items()}
+    raise error
+
+
+def encode(message: Any, fd_count: int = 0) -> bytes:
+    """Make a frame. Raises ProtocolError if it would be larger than 64 KiB."""
+    payload = _encoder.encode(message)
+    size = _HEADER.size + len(payload)
+    if size > FRAME_NBYTES_MAX:
+        raise protocol_error(
+            f"a frame has at most {FRAME_NBYTES_MAX} bytes: {type(message).__name__} has {size}", FRAME_NBYTES_MAX, size
+        )
+    return _HEADER.pack(_MAGIC, VERSION, 0, len(payload), fd_count) + payload
+
+
+def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    """Send one frame with its fds, which stay the caller's. Raises OSError as the socket does, ProtocolError as `encode`."""
+    frame = encode(message, len(fds))
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"={len(fds)}i", *fds))] if fds else []
+    sock.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL)
+
+
+def recv_request(sock: socket.socket, fds_max: int) -> tuple[Any, list[int]] | None:
+    """Receive one request and its fds, owned by the caller; None at the end of the connection."""
+    return _recv(sock, fds_max, _request_decoder)
+
+
+def recv_reply(sock: socket.socket, fds_max: int) -> tuple[Any, list[int]] | None:
+    """Receive one reply and its fds, owned by the caller; None at the end of the connection."""
+    return _recv(sock, fds_max, _reply_decoder)
+
+
+def _recv(sock: socket.socket, fds_max: int, decoder: Any) -> tuple[Any, list[int]] | None:
+    """Receive one frame.
+
+    Raises
+    ------
+    ProtocolError
+        Not a frame of this version, or other fds than it says. What arrived is closed; the connection can go on.
+    """
+    # One int of room more than allowed, so that too many are seen.
+    room = socket.CMSG_SPACE(4 * (fds_max + 1))
+    data, ancillary, flags, _ = sock.recvmsg(FRAME_NBYTES_MAX + 1, room, socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            count = len(payload) // 4
+            fds.extend(struct.unpack(f"={count}i", payload[: 4 * count]))
+    if not data:
+        close_fds(fds)
+        return None
+    try:
+        return _decode(data, len(fds), flags, decoder), fds
+    except BaseException:
+        close_fds(fds)
+        raise
+
+
+def _decode(data: bytes, fd_count: int, flags: int, decoder: Any) -> Any:
+    if flags & socket.MSG_TRUNC or len(data) > FRAME_NBYTES_MAX:
+        raise protocol_error(f"a frame has at most {FRAME_NBYTES_MAX} bytes: a longer one came", FRAME_NBYTES_MAX)
+    if len(data) < 6 or data[:4] != _MAGIC:
+        raise protocol_error(f"this is no kvreuse frame: it starts with {data[:8]!r}", _MAGIC, data[:4])
+    version = int.from_bytes(data[4:6], "little")
+    if version != VERSION:
+        raise protocol_error(f"the peer speaks protocol version {version}, this is {VERSION}", VERSION, version)
+    if len(data) < _HEADER.size:
+        raise protocol_error(f"a frame's header has {_HEADER.size} bytes: got {len(data)}", _HEADER.size, len(data))
+    _, _, zero, size, expected_fds = _HEADER.unpack_from(data)
+    if zero or size != len(data) - _HEADER.size:
+        got = len(data) - _HEADER.size
+        raise protocol_error(f"the frame says {size} bytes of payload and has {got}", size, got)
+    if expected_fds != fd_count or flags & socket.MSG_CTRUNC:
+        raise protocol_error(
+            f"expected {expected_fds} fd(s) with the frame, got {fd_count}: is the fd limit reached?",
+            expected_fds,
+            fd_count,
+        )
+    try:
+        return decoder.decode(memoryview(data)[_HEADER.size :])
+    except msgspec.DecodeError as error:
+        raise protocol_error(f"the frame's payload is not well-formed: {error}") from None
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    """Close fds; errors do not matter any more."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

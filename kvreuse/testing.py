@@ -1,0 +1,96 @@
+"""A keeper for tests and examples."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .errors import KeeperUnavailableError
+from .profile import Profile
+
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def keeper(profile: Profile | Mapping[str, Any] | str | os.PathLike[str] | None = None) -> Iterator[str]:
+    """Run a keeper in a process of its own while the context lasts.
+
+    Parameters
+    ----------
+    profile : Profile, dict, TOML text or path, optional
+        Without one, reuse is off.
+
+    Yields
+    ------
+    str
+        The socket's path, for `kvreuse.connect`.
+
+    Raises
+    ------
+    ProfileError
+        The profile is wrong.
+    KeeperUnavailableError
+        The keeper did not start; the text is what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
+        path = os.path.join(folder, "k")
+        command = [sys.executable, "-m", "kvreuse.keeper", "--socket", path]
+        if profile is not None:
+            file = Path(folder, "profile.toml")
+            file.write_bytes(_toml(profile))
+            command += ["--profile", str(file)]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            _wait_ready(process, path)
+            yield path
+        finally:
+            process.terminate()
+            try:
+                process.communicate(timeout=STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def _toml(profile: Profile | Mapping[str, Any] | str | os.PathLike[str]) -> bytes:
+    if isinstance(profile, str) and "\n" in profile:
+        checked = Profile.from_toml(profile)
+    elif isinstance(profile, (str, os.PathLike)):
+        checked = Profile.load(profile)
+    elif isinstance(profile, Profile):
+        checked = profile
+    else:
+        checked = Profile.from_dict(profile)
+    lines = []
+    for section, values in checked.to_dict().items():
+        lines.append(f"[{section}]")
+        # JSON's strings, numbers, booleans and flat lists are TOML's.
+        lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items() if value is not None]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], path: str) -> None:
+    assert process.stderr is not None
+    poll = select.poll()
+    poll.register(process.stderr, select.POLLIN | select.POLLHUP)
+    said, deadline = b"", time.monotonic() + START_TIMEOUT_S
+    while b": ready on " not in said:
+        data = os.read(process.stderr.fileno(), 65536) if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) else b""
+        if not data:
+            raise KeeperUnavailableError(
+                f"the keeper did not start on {path}: {said.decode(errors='replace').strip() or 'it said nothing'}",
+                status=-17,
+                name="KEEPER_UNAVAILABLE",
+            )
+        said += data
