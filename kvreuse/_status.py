@@ -144,6 +144,8 @@ def make(
     """Build the exception of an error record (kvr_error). `values` may be shorter than four: the rest is 0."""
     name, cls = STATUS[status]
     v = (*values, 0, 0, 0, 0)[:4]
+    if detail == 18:  # u64 numbers, carried in int64
+        v = tuple(value & (2**64 - 1) for value in v)
     names: dict[str, str] = {}
     for i in range(3):
         names[f"sort{i}"] = SORTS.get(v[i], str(v[i]))

@@ -1,0 +1,812 @@
+# cython: language_level=3, binding=True, embedsignature=False
+"""The backend in C: thin wrappers over the functions of include/kvreuse.h. Its docs are those of _api.py and the header.
+
+A wrapper has three steps: unpack into C locals, one call without the GIL, check the status. Calls that only read what this process
+keeps hold the GIL: letting it go would cost more than they do.
+"""
+
+from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_FillInfo, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from posix.unistd cimport getpid
+
+from kvreuse._capi cimport *
+
+cdef extern from "internal.h" nogil:
+    int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out) noexcept
+
+from . import _status
+from ._api import (
+    HandleCounts,
+    HostObservation,
+    MappingInfo,
+    RegionInfo,
+    RestoreResult,
+    TableInfo,
+    TableLayout,
+    TableStats,
+)
+
+include "_abi.pxi"
+
+cdef int64_t _owner_pid = getpid()
+
+
+# ---- what comes in, and errors ----
+
+
+cdef int _check(int32_t status, str call=None) except -1:
+    """Raise the error of this thread's last call if it failed; `call` names another function than the one that found it."""
+    cdef kvr_error error
+    if status >= 0:
+        return 0
+    kvr_error_get(&error)
+    raise _status.make(
+        error.status,
+        error.detail,
+        (error.values[0], error.values[1], error.values[2], error.values[3]),
+        error.call.decode() if call is None else call,
+        error.native_source,
+        error.native_code,
+    )
+
+
+cdef int64_t _int64(object value, str name) except? -1:
+    cdef int overflow = 0
+    cdef int64_t number
+    if type(value) is int:
+        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow:
+            return number
+    return _status.as_integer(value, name)
+
+
+cdef int64_t _ranged(object value, str name, int64_t low, int64_t high) except? -1:
+    cdef int overflow = 0
+    cdef int64_t number
+    if type(value) is int:
+        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and low <= number <= high:
+            return number
+    return _status.as_integer(value, name, low, high)
+
+
+cdef int32_t _int32(object value, str name) except? -1:
+    return <int32_t>_ranged(value, name, -2147483648, 2147483647)
+
+
+cdef uint32_t _uint32(object value, str name) except? 4294967295:
+    return <uint32_t>_ranged(value, name, 0, 4294967295)
+
+
+cdef uint64_t _uint64(object value, str name) except? 18446744073709551615:
+    return <uint64_t>_status.as_integer(value, name, 0, 18446744073709551615)
+
+
+cdef class _Buffer:
+    """A buffer of a caller, held while this object lives."""
+
+    cdef Py_buffer view
+    cdef bint held
+
+    def __cinit__(self, object value, str name, bint writable, bint int64):
+        cdef bint good = False
+        self.held = False
+        try:
+            PyObject_GetBuffer(value, &self.view, PyBUF_FULL_RO)
+            self.held = True
+            good = PyBuffer_IsContiguous(&self.view, b"C") and not (writable and self.view.readonly)
+            if good and int64:
+                good = (
+                    self.view.ndim == 1
+                    and self.view.itemsize == 8
+                    and self.view.format != NULL
+                    and (self.view.format[0] == b"q" or self.view.format[0] == b"l")
+                    and self.view.format[1] == 0
+                )
+        except (TypeError, ValueError, BufferError):
+            pass
+        if not good:
+            kind = "a writable C-contiguous " if writable else "a C-contiguous "
+            raise _status.buffer_error(name, value, kind + ("int64 array" if int64 else "bytes buffer"))
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+    cdef inline const uint8_t *bytes(self) noexcept:
+        return <const uint8_t *>self.view.buf
+
+    cdef inline uint8_t *out_bytes(self) noexcept:
+        return <uint8_t *>self.view.buf
+
+    cdef inline const int64_t *int64s(self) noexcept:
+        return <const int64_t *>self.view.buf
+
+    cdef inline int64_t *out_int64s(self) noexcept:
+        return <int64_t *>self.view.buf
+
+    cdef inline int64_t entries(self) noexcept:
+        return self.view.len // 8
+
+
+cdef inline _Buffer _bytes(object value, str name):
+    return _Buffer(value, name, False, False)
+
+
+cdef inline _Buffer _out_bytes(object value, str name):
+    return _Buffer(value, name, True, False)
+
+
+cdef inline _Buffer _int64s(object value, str name):
+    return _Buffer(value, name, False, True)
+
+
+cdef inline _Buffer _out_int64s(object value, str name):
+    return _Buffer(value, name, True, True)
+
+
+cdef int _check_length(str name, int64_t found, int64_t expected, str unit) except -1:
+    if found != expected:
+        raise _status.buffer_length_error(name, found, expected, unit)
+    return 0
+
+
+cdef bytes _exact_bytes(object value, str name):
+    if not isinstance(value, bytes):
+        raise _status.buffer_error(name, value, "bytes")
+    return value
+
+
+cdef bytes _text(object value, str name, str want):
+    if not isinstance(value, str):
+        raise _status.buffer_error(name, value, want)
+    if "\0" in value:
+        raise _status.buffer_error(name, value, "str without NUL")
+    return value.encode("utf-8", "surrogateescape")
+
+
+cdef class _Keys:
+    """A batch of keys as given. With an impossible stride the count stays 0: the C call reports it."""
+
+    cdef _Buffer data
+    cdef _Buffer sizes
+    cdef int64_t stride
+    cdef int64_t count
+    cdef const uint8_t *keys
+    cdef const uint8_t *nbytes
+
+    def __cinit__(self, object keys, object key_stride, object key_nbytes):
+        self.data = _bytes(keys, "keys")
+        self.stride = _int64(key_stride, "key_stride")
+        self.sizes = None if key_nbytes is None else _bytes(key_nbytes, "key_nbytes")
+        self.keys = self.data.bytes()
+        self.nbytes = NULL
+        if self.sizes is not None:
+            self.nbytes = self.sizes.bytes()
+        self.count = 0
+
+    cdef bint possible(self) except -1:
+        """Check the buffers' lengths; False if the stride is impossible."""
+        if not 1 <= self.stride <= KVR_KEY_NBYTES:
+            return False
+        if self.sizes is None:
+            self.count = self.data.view.len // self.stride
+        else:
+            self.count = self.sizes.view.len
+        _check_length("keys", self.data.view.len, self.count * self.stride, "bytes")
+        return True
+
+
+# ---- library ----
+
+
+def abi_version():
+    return kvr_abi_version()
+
+
+def echo(value):
+    cdef int64_t out = 0
+    kvr_echo(_int64(value, "value"), &out)
+    return out
+
+
+def crc32c(data, value=0):
+    cdef _Buffer view = _bytes(data, "data")
+    cdef uint32_t start = _uint32(value, "value")
+    cdef uint32_t out = 0
+    cdef int32_t status
+    cdef const uint8_t *address = view.bytes()
+    cdef int64_t nbytes = view.view.len
+    with nogil:
+        status = kvr_crc32c(start, address, nbytes, &out)
+    _check(status)
+    return out
+
+
+def handle_counts():
+    cdef kvr_handle_counts counts
+    kvr_handle_counts_get(&counts)
+    return HandleCounts(counts.regions, counts.mappings, counts.locks, counts.tables, counts.fds)
+
+
+# ---- regions and mappings ----
+
+
+cdef object _region_info(const kvr_region_info *info):
+    return RegionInfo(
+        info.handle,
+        info.nbytes,
+        info.physical_nbytes,
+        info.kind,
+        info.access,
+        info.origin,
+        info.mapping_count,
+        info.device,
+        info.inode,
+        info.region_id[:16],
+    )
+
+
+cdef object _mapping_info(const kvr_mapping_info *info):
+    return MappingInfo(info.handle, info.region, info.address, info.nbytes, info.access, info.use_count)
+
+
+def host_allocate(nbytes, kind, name, directory):
+    cdef int64_t size = _int64(nbytes, "nbytes")
+    cdef int32_t wanted = _int32(kind, "kind")
+    cdef bytes label = _text(name, "name", "str")
+    cdef bytes folder = None if directory is None else _text(directory, "directory", "str or None")
+    cdef const char *label_text = PyBytes_AS_STRING(label)
+    cdef const char *folder_text = NULL if folder is None else PyBytes_AS_STRING(folder)
+    cdef kvr_region_info info
+    cdef int32_t status
+    with nogil:
+        status = kvr_host_allocate(size, wanted, label_text, folder_text, &info)
+    _check(status)
+    return _region_info(&info)
+
+
+def region_info(region):
+    cdef kvr_region_info info
+    _check(kvr_region_info_get(_int64(region, "region"), &info))
+    return _region_info(&info)
+
+
+def region_export(region):
+    cdef int64_t handle = _int64(region, "region")
+    cdef int32_t fd = -1
+    cdef int32_t status
+    with nogil:
+        status = kvr_region_export(handle, &fd)
+    _check(status)
+    return fd
+
+
+def region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags):
+    cdef int32_t descriptor = _int32(fd, "fd")
+    cdef int64_t size = _int64(nbytes, "nbytes")
+    cdef int64_t physical = _int64(physical_nbytes, "physical_nbytes")
+    cdef bytes identity = _exact_bytes(region_id, "region_id")
+    cdef uint64_t st_dev = _uint64(device, "device")
+    cdef uint64_t st_ino = _uint64(inode, "inode")
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef const uint8_t *name = <const uint8_t *>PyBytes_AS_STRING(identity)
+    cdef kvr_region_info info
+    cdef int32_t status
+    _check_length("region_id", PyBytes_GET_SIZE(identity), KVR_REGION_ID_NBYTES, "bytes")
+    with nogil:
+        status = kvr_region_import(descriptor, size, physical, name, st_dev, st_ino, bits, &info)
+    _check(status)
+    return _region_info(&info)
+
+
+def region_observe(region):
+    cdef int64_t handle = _int64(region, "region")
+    cdef kvr_observation seen
+    cdef int32_t status
+    with nogil:
+        status = kvr_region_observe(handle, &seen)
+    _check(status)
+    return HostObservation(
+        seen.file_nbytes,
+        seen.allocated_nbytes,
+        seen.device,
+        seen.inode,
+        seen.file_mode,
+        seen.seals,
+        seen.access,
+        seen.page_nbytes,
+        seen.block_nbytes,
+    )
+
+
+def region_map(region, access, flags):
+    cdef int64_t handle = _int64(region, "region")
+    cdef int32_t wanted = _int32(access, "access")
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef kvr_mapping_info info
+    cdef int32_t status
+    with nogil:
+        status = kvr_region_map(handle, wanted, bits, &info)
+    _check(status)
+    return _mapping_info(&info)
+
+
+def region_close(region):
+    cdef int64_t handle = _int64(region, "region")
+    cdef int32_t status
+    with nogil:
+        status = kvr_region_close(handle)
+    _check(status)
+
+
+def mapping_info(mapping):
+    cdef kvr_mapping_info info
+    _check(kvr_mapping_info_get(_int64(mapping, "mapping"), &info))
+    return _mapping_info(&info)
+
+
+cdef class MappingBuffer:
+    """Exports a mapping's bytes; each buffer taken from it is a use of the mapping."""
+
+    cdef int64_t handle
+
+    def __cinit__(self, handle):
+        self.handle = handle
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        cdef kvr_mapping_info info
+        _check(kvr_mapping_view(self.handle, 1, &info))
+        try:
+            PyBuffer_FillInfo(buffer, self, <void *>info.address, info.nbytes, info.access != KVR_ACCESS_READ_WRITE, flags)
+        except BaseException:
+            kvr_mapping_view(self.handle, -1, &info)
+            raise
+
+    def __releasebuffer__(self, Py_buffer *buffer):
+        cdef kvr_mapping_info info
+        kvr_mapping_view(self.handle, -1, &info)
+
+
+def mapping_buffer(mapping):
+    cdef kvr_mapping_info info
+    cdef int64_t handle = _int64(mapping, "mapping")
+    cdef int64_t pid = getpid()
+    _check(kvr_mapping_info_get(handle, &info), "mapping_buffer")
+    if pid != _owner_pid:
+        raise _status.make(KVR_ERROR_FORKED, KVR_DETAIL_FORKED, (_owner_pid, pid), "mapping_buffer")
+    return MappingBuffer(handle)
+
+
+def mapping_use(mapping, delta):
+    cdef int64_t handle = _int64(mapping, "mapping")
+    _check(kvr_mapping_use(handle, _int32(delta, "delta")))
+
+
+def mapping_unmap(mapping):
+    cdef int64_t handle = _int64(mapping, "mapping")
+    cdef int32_t status
+    with nogil:
+        status = kvr_mapping_unmap(handle)
+    _check(status)
+
+
+# ---- a part as a whole ----
+
+
+def table_layout(slot_count, manifest_nbytes):
+    cdef int64_t slots = _int64(slot_count, "slot_count")
+    cdef kvr_table_layout layout
+    _check(kvr_table_layout_get(slots, _int64(manifest_nbytes, "manifest_nbytes"), &layout))
+    return TableLayout(
+        layout.table_nbytes,
+        layout.claims_nbytes,
+        layout.record_offset_bytes,
+        layout.link_offset_bytes,
+        layout.bucket_offset_bytes,
+        layout.bucket_count,
+        layout.row_nbytes,
+    )
+
+
+def table_create(table_region, claims_region, part_id, slot_count, block_nbytes, region_count, manifest):
+    cdef int64_t table = _int64(table_region, "table_region")
+    cdef int64_t claims = _int64(claims_region, "claims_region")
+    cdef bytes identity = _exact_bytes(part_id, "part_id")
+    cdef int64_t slots = _int64(slot_count, "slot_count")
+    cdef int64_t block = _int64(block_nbytes, "block_nbytes")
+    cdef int64_t regions = _int64(region_count, "region_count")
+    cdef _Buffer content = _bytes(manifest, "manifest")
+    cdef const uint8_t *name = <const uint8_t *>PyBytes_AS_STRING(identity)
+    cdef const uint8_t *data = content.bytes()
+    cdef int64_t nbytes = content.view.len
+    cdef int32_t status
+    _check_length("part_id", PyBytes_GET_SIZE(identity), 16, "bytes")
+    with nogil:
+        status = kvr_table_create(table, claims, name, slots, block, regions, data, nbytes)
+    _check(status)
+
+
+def table_open(table_region, claims_region, lock_fd, role, session, row, lock_wait_ns):
+    cdef int64_t table = _int64(table_region, "table_region")
+    cdef int64_t claims = _int64(claims_region, "claims_region")
+    cdef int32_t fd = _int32(lock_fd, "lock_fd")
+    cdef int32_t part = _int32(role, "role")
+    cdef int64_t number = _int64(session, "session")
+    cdef int32_t place = _int32(row, "row")
+    cdef int64_t wait_ns = _int64(lock_wait_ns, "lock_wait_ns")
+    cdef int64_t out = 0
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_open(table, claims, fd, part, number, place, wait_ns, &out)
+    _check(status)
+    return out
+
+
+def table_close(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_close(handle)
+    _check(status)
+
+
+def table_info(table):
+    cdef kvr_table_info info
+    _check(kvr_table_info_get(_int64(table, "table"), &info))
+    return TableInfo(
+        info.part_id[:16],
+        info.slot_count,
+        info.block_nbytes,
+        info.region_count,
+        info.slots_per_region,
+        info.manifest_nbytes,
+        info.session,
+        info.role,
+        info.row,
+    )
+
+
+def table_manifest(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t nbytes = 0
+    cdef bytes content
+    _check(kvr_table_manifest_get(handle, NULL, 0, &nbytes))
+    content = PyBytes_FromStringAndSize(NULL, nbytes)
+    _check(kvr_table_manifest_get(handle, <uint8_t *>PyBytes_AS_STRING(content), nbytes, &nbytes))
+    return content
+
+
+def table_bind(table, index, mapping):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t place = _int64(index, "index")
+    _check(kvr_table_bind(handle, place, _int64(mapping, "mapping")))
+
+
+def table_set_state(table, state):
+    cdef int64_t handle = _int64(table, "table")
+    _check(kvr_table_set_state(handle, _int32(state, "state")))
+
+
+def table_admit(table, row, session, role):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int32_t place = _int32(row, "row")
+    cdef int64_t number = _int64(session, "session")
+    cdef int32_t part = _int32(role, "role")
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_admit(handle, place, number, part)
+    _check(status)
+
+
+def table_drop(table, row, session):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int32_t place = _int32(row, "row")
+    cdef int64_t number = _int64(session, "session")
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_drop(handle, place, number)
+    _check(status)
+
+
+def table_recover(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t freed = 0
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_recover(handle, &freed)
+    _check(status)
+    return freed
+
+
+def table_restore(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef kvr_restore_result found
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_restore(handle, &found)
+    _check(status)
+    return RestoreResult(found.sealed_count, found.bad_count, found.freed_count)
+
+
+def table_reset(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_reset(handle)
+    _check(status)
+
+
+# ---- calls of a part's sessions ----
+
+
+def table_match(table, keys, key_stride, key_nbytes):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Keys batch = _Keys(keys, key_stride, key_nbytes)
+    cdef int64_t found = 0
+    cdef int32_t status
+    batch.possible()
+    with nogil:
+        status = kvr_table_match(handle, batch.keys, batch.stride, batch.nbytes, batch.count, &found)
+    _check(status)
+    return found
+
+
+def table_lookup(table, keys, key_stride, key_nbytes, slots, generations):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Keys batch = _Keys(keys, key_stride, key_nbytes)
+    cdef _Buffer places = _out_int64s(slots, "slots")
+    cdef _Buffer numbers = _out_int64s(generations, "generations")
+    cdef int64_t *out_slots = places.out_int64s()
+    cdef int64_t *out_generations = numbers.out_int64s()
+    cdef int32_t status
+    if batch.possible():
+        _check_length("slots", places.entries(), batch.count, "entries")
+        _check_length("generations", numbers.entries(), batch.count, "entries")
+    with nogil:
+        status = kvr_table_lookup(
+            handle, batch.keys, batch.stride, batch.nbytes, batch.count, out_slots, out_generations
+        )
+    _check(status)
+
+
+def table_claim(table, keys, key_stride, key_nbytes, slots, generations):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Keys batch = _Keys(keys, key_stride, key_nbytes)
+    cdef _Buffer places = _out_int64s(slots, "slots")
+    cdef _Buffer numbers = _out_int64s(generations, "generations")
+    cdef int64_t *out_slots = places.out_int64s()
+    cdef int64_t *out_generations = numbers.out_int64s()
+    cdef int64_t found = 0
+    cdef int32_t status
+    if batch.possible():
+        _check_length("slots", places.entries(), batch.count, "entries")
+        _check_length("generations", numbers.entries(), batch.count, "entries")
+    with nogil:
+        status = kvr_table_claim(
+            handle, batch.keys, batch.stride, batch.nbytes, batch.count, out_slots, out_generations, &found
+        )
+    _check(status)
+    return found
+
+
+def table_claim_slots(table, slots, generations):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef _Buffer numbers = _int64s(generations, "generations")
+    cdef const int64_t *in_slots = places.int64s()
+    cdef const int64_t *in_generations = numbers.int64s()
+    cdef int64_t count = places.entries()
+    cdef int32_t status
+    _check_length("generations", numbers.entries(), count, "entries")
+    with nogil:
+        status = kvr_table_claim_slots(handle, in_slots, in_generations, count)
+    _check(status)
+
+
+def table_release(table, slots):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef const int64_t *in_slots = places.int64s()
+    cdef int64_t count = places.entries()
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_release(handle, in_slots, count)
+    _check(status)
+
+
+def table_touch(table, keys, key_stride, key_nbytes):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Keys batch = _Keys(keys, key_stride, key_nbytes)
+    cdef int64_t found = 0
+    cdef int32_t status
+    batch.possible()
+    with nogil:
+        status = kvr_table_touch(handle, batch.keys, batch.stride, batch.nbytes, batch.count, &found)
+    _check(status)
+    return found
+
+
+def table_reserve(
+    table, keys, key_stride, key_nbytes, named_slots, flags, slots, generations, evicted_keys, evicted_key_nbytes
+):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Keys batch = _Keys(keys, key_stride, key_nbytes)
+    cdef _Buffer named = None if named_slots is None else _int64s(named_slots, "named_slots")
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef _Buffer places = _out_int64s(slots, "slots")
+    cdef _Buffer numbers = _out_int64s(generations, "generations")
+    cdef _Buffer gone = _out_bytes(evicted_keys, "evicted_keys")
+    cdef _Buffer gone_sizes = _out_bytes(evicted_key_nbytes, "evicted_key_nbytes")
+    cdef const int64_t *in_slots = NULL
+    cdef int64_t *out_slots = places.out_int64s()
+    cdef int64_t *out_generations = numbers.out_int64s()
+    cdef uint8_t *out_keys = gone.out_bytes()
+    cdef uint8_t *out_nbytes = gone_sizes.out_bytes()
+    cdef int64_t evicted = 0
+    cdef int32_t status
+    if batch.possible():
+        if named is not None:
+            in_slots = named.int64s()
+            _check_length("named_slots", named.entries(), batch.count, "entries")
+        _check_length("slots", places.entries(), batch.count, "entries")
+        _check_length("generations", numbers.entries(), batch.count, "entries")
+        _check_length("evicted_keys", gone.view.len, KVR_KEY_NBYTES * batch.count, "bytes")
+        _check_length("evicted_key_nbytes", gone_sizes.view.len, batch.count, "bytes")
+    with nogil:
+        status = kvr_table_reserve(
+            handle,
+            batch.keys,
+            batch.stride,
+            batch.nbytes,
+            batch.count,
+            in_slots,
+            bits,
+            out_slots,
+            out_generations,
+            out_keys,
+            out_nbytes,
+            &evicted,
+        )
+    _check(status)
+    return evicted
+
+
+def table_commit(table, slots, generations, flags):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef _Buffer numbers = _int64s(generations, "generations")
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef const int64_t *in_slots = places.int64s()
+    cdef const int64_t *in_generations = numbers.int64s()
+    cdef int64_t count = places.entries()
+    cdef int32_t status
+    _check_length("generations", numbers.entries(), count, "entries")
+    with nogil:
+        status = kvr_table_commit(handle, in_slots, in_generations, count, bits)
+    _check(status)
+
+
+def table_abort(table, slots, generations):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef _Buffer numbers = _int64s(generations, "generations")
+    cdef const int64_t *in_slots = places.int64s()
+    cdef const int64_t *in_generations = numbers.int64s()
+    cdef int64_t count = places.entries()
+    cdef int64_t freed = 0
+    cdef int32_t status
+    _check_length("generations", numbers.entries(), count, "entries")
+    with nogil:
+        status = kvr_table_abort(handle, in_slots, in_generations, count, &freed)
+    _check(status)
+    return freed
+
+
+def table_evict(table, evict_count, keys, key_stride, key_nbytes):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t wanted = _int64(evict_count, "evict_count")
+    cdef _Keys batch = _Keys(keys, key_stride, key_nbytes)
+    cdef int64_t evicted = 0
+    cdef int32_t status
+    batch.possible()
+    with nogil:
+        status = kvr_table_evict(handle, wanted, batch.keys, batch.stride, batch.nbytes, batch.count, &evicted)
+    _check(status)
+    return evicted
+
+
+def table_clear(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t removed = 0
+    cdef int64_t kept = 0
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_clear(handle, &removed, &kept)
+    _check(status)
+    return removed, kept
+
+
+def table_verify(table, slots, verdicts):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef _Buffer answers = _out_bytes(verdicts, "verdicts")
+    cdef const int64_t *in_slots = places.int64s()
+    cdef uint8_t *out = answers.out_bytes()
+    cdef int64_t count = places.entries()
+    cdef int32_t status
+    _check_length("verdicts", answers.view.len, count, "bytes")
+    with nogil:
+        status = kvr_table_verify(handle, in_slots, count, out)
+    _check(status)
+
+
+def table_invalidate(table, slots, generations):
+    cdef int64_t handle = _int64(table, "table")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef _Buffer numbers = _int64s(generations, "generations")
+    cdef const int64_t *in_slots = places.int64s()
+    cdef const int64_t *in_generations = numbers.int64s()
+    cdef int64_t count = places.entries()
+    cdef int64_t taken = 0
+    cdef int32_t status
+    _check_length("generations", numbers.entries(), count, "entries")
+    with nogil:
+        status = kvr_table_invalidate(handle, in_slots, in_generations, count, &taken)
+    _check(status)
+    return taken
+
+
+def table_inventory(table, first_slot, slots, generations, keys, key_nbytes):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t first = _int64(first_slot, "first_slot")
+    cdef _Buffer places = _out_int64s(slots, "slots")
+    cdef _Buffer numbers = _out_int64s(generations, "generations")
+    cdef _Buffer names = _out_bytes(keys, "keys")
+    cdef _Buffer sizes = _out_bytes(key_nbytes, "key_nbytes")
+    cdef int64_t *out_slots = places.out_int64s()
+    cdef int64_t *out_generations = numbers.out_int64s()
+    cdef uint8_t *out_keys = names.out_bytes()
+    cdef uint8_t *out_nbytes = sizes.out_bytes()
+    cdef int64_t capacity = places.entries()
+    cdef int64_t count = 0
+    cdef int64_t following = -1
+    cdef int32_t status
+    _check_length("generations", numbers.entries(), capacity, "entries")
+    _check_length("keys", names.view.len, KVR_KEY_NBYTES * capacity, "bytes")
+    _check_length("key_nbytes", sizes.view.len, capacity, "bytes")
+    with nogil:
+        status = kvr_table_inventory(
+            handle, first, capacity, out_slots, out_generations, out_keys, out_nbytes, &count, &following
+        )
+    _check(status)
+    return count, following
+
+
+def table_stats(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef kvr_table_stats stats
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_stats_get(handle, &stats)
+    _check(status)
+    return TableStats(
+        stats.state,
+        stats.content_epoch,
+        stats.writer_session,
+        stats.dirty,
+        stats.slot_count,
+        stats.free_count,
+        stats.writing_count,
+        stats.sealed_count,
+        stats.stale_count,
+        stats.claimed_count,
+        stats.stored_total,
+        stats.evicted_total,
+        stats.replaced_total,
+        stats.cleared_total,
+        stats.corrupt_total,
+        stats.freed_total,
+    )

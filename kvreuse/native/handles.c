@@ -1,0 +1,208 @@
+/* The one global state: the table of handles with its mutex, the list of locks and the fork flag; and a thread's last error. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+#define GENERATION_MAX INT32_MAX
+
+typedef struct slot {
+    int32_t generation;
+    kvr_object *object; /* NULL: closed */
+} slot;
+
+static struct {
+    pthread_mutex_t mutex;
+    slot *slots;
+    int64_t slot_count;
+    int64_t capacity;
+    int64_t *vacant; /* slots to use again, the last first; as long as slots */
+    int64_t vacant_count;
+    int64_t counts[5]; /* by sort */
+    int64_t fds;
+    kvr_lock *locks;
+    int64_t owner_pid;
+    _Atomic int32_t forked;
+} process = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static _Thread_local kvr_error last_error;
+
+/* ---- fork: the child owns nothing of this ---- */
+
+static void before_fork(void) { pthread_mutex_lock(&process.mutex); }
+static void after_fork_in_parent(void) { pthread_mutex_unlock(&process.mutex); }
+
+static void after_fork_in_child(void)
+{
+    atomic_store(&process.forked, 1);
+    pthread_mutex_unlock(&process.mutex);
+}
+
+__attribute__((constructor)) static void start(void)
+{
+    process.owner_pid = getpid();
+    (void)pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
+}
+
+int32_t kvr_forked(const char *call)
+{
+    if (!atomic_load_explicit(&process.forked, memory_order_relaxed))
+        return KVR_OK;
+    return kvr_fail(KVR_ERROR_FORKED, KVR_DETAIL_FORKED, call, process.owner_pid, getpid(), 0, 0);
+}
+
+/* ---- errors ---- */
+
+static int32_t fill_error(int32_t status, int32_t detail, const char *call, int32_t source, int64_t code)
+{
+    memset(&last_error, 0, sizeof last_error);
+    last_error.status = status;
+    last_error.detail = detail;
+    last_error.native_source = source;
+    last_error.native_code = code;
+    strncpy(last_error.call, call, sizeof last_error.call - 1);
+    return status;
+}
+
+int32_t kvr_fail(int32_t status, int32_t detail, const char *call, int64_t v0, int64_t v1, int64_t v2, int64_t v3)
+{
+    (void)fill_error(status, detail, call, KVR_NATIVE_NONE, 0);
+    last_error.values[0] = v0;
+    last_error.values[1] = v1;
+    last_error.values[2] = v2;
+    last_error.values[3] = v3;
+    return status;
+}
+
+/* _status.ERRNO_STATUS holds the same rule. */
+static int32_t status_of(int32_t code)
+{
+    switch (code) {
+    case EMFILE:
+    case ENFILE:
+        return KVR_ERROR_TOO_MANY_FDS;
+    case ENOMEM:
+        return KVR_ERROR_OUT_OF_MEMORY;
+    case ENOSPC:
+        return KVR_ERROR_NO_SPACE;
+    case EPERM:
+    case EACCES:
+        return KVR_ERROR_PERMISSION_DENIED;
+    case ENOSYS:
+        return KVR_ERROR_NOT_SUPPORTED;
+    default:
+        return KVR_ERROR_SYSTEM_CALL;
+    }
+}
+
+int32_t kvr_fail_errno(const char *call, int32_t code)
+{
+    return fill_error(status_of(code), KVR_DETAIL_SYSTEM_CALL, call, KVR_NATIVE_ERRNO, code);
+}
+
+int32_t kvr_error_get(kvr_error *out)
+{
+    *out = last_error;
+    return KVR_OK;
+}
+
+/* ---- handles ---- */
+
+void kvr_handles_lock(void) { pthread_mutex_lock(&process.mutex); }
+void kvr_handles_unlock(void) { pthread_mutex_unlock(&process.mutex); }
+void kvr_count_fds(int64_t delta) { process.fds += delta; }
+kvr_lock **kvr_locks(void) { return &process.locks; }
+
+static int32_t grow(const char *call)
+{
+    int64_t capacity = process.capacity ? 2 * process.capacity : 64;
+    slot *slots;
+    int64_t *vacant;
+    if (capacity > INT32_MAX)
+        return kvr_fail(KVR_ERROR_OUT_OF_MEMORY, KVR_DETAIL_HANDLES_EXHAUSTED, call, process.slot_count, 0, 0, 0);
+    slots = realloc(process.slots, (size_t)capacity * sizeof *slots);
+    if (!slots)
+        return kvr_fail_errno("malloc", ENOMEM);
+    process.slots = slots;
+    vacant = realloc(process.vacant, (size_t)capacity * sizeof *vacant);
+    if (!vacant)
+        return kvr_fail_errno("malloc", ENOMEM);
+    process.vacant = vacant;
+    process.capacity = capacity;
+    return KVR_OK;
+}
+
+int32_t kvr_register(kvr_object *object, int32_t sort, const char *call)
+{
+    int64_t index;
+    if (process.vacant_count) {
+        index = process.vacant[--process.vacant_count];
+    } else {
+        if (process.slot_count == process.capacity) {
+            int32_t status = grow(call);
+            if (status)
+                return status;
+        }
+        index = process.slot_count++;
+        process.slots[index].generation = 0;
+    }
+    process.slots[index].generation++;
+    process.slots[index].object = object;
+    process.counts[sort]++;
+    object->sort = sort;
+    object->handle = (int64_t)process.slots[index].generation << 32 | index;
+    return KVR_OK;
+}
+
+void kvr_unregister(kvr_object *object)
+{
+    int64_t index = object->handle & 0xFFFFFFFF;
+    process.slots[index].object = NULL;
+    process.counts[object->sort]--;
+    /* An exhausted generation retires its slot: numbers are never reused. */
+    if (process.slots[index].generation < GENERATION_MAX)
+        process.vacant[process.vacant_count++] = index;
+}
+
+int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out)
+{
+    int64_t index = handle & 0xFFFFFFFF, generation = handle >> 32;
+    kvr_object *object;
+    if (handle <= 0)
+        return kvr_fail(KVR_ERROR_INVALID_HANDLE, KVR_DETAIL_HANDLE_NOT_POSITIVE, call, handle, 0, 0, 0);
+    if (index >= process.slot_count || generation == 0 || generation > process.slots[index].generation)
+        return kvr_fail(KVR_ERROR_INVALID_HANDLE, KVR_DETAIL_HANDLE_UNKNOWN, call, handle, 0, 0, 0);
+    object = process.slots[index].object;
+    if (!object || generation < process.slots[index].generation)
+        return kvr_fail(KVR_ERROR_STALE_HANDLE, KVR_DETAIL_HANDLE_STALE, call, handle, 0, 0, 0);
+    if (object->sort != sort)
+        return kvr_fail(KVR_ERROR_INVALID_HANDLE, KVR_DETAIL_HANDLE_SORT, call, handle, object->sort, sort, 0);
+    *out = object;
+    return KVR_OK;
+}
+
+int32_t kvr_handle_counts_get(kvr_handle_counts *out)
+{
+    kvr_lock *lock;
+    kvr_handles_lock();
+    memset(out, 0, sizeof *out);
+    out->regions = process.counts[KVR_SORT_REGION];
+    out->mappings = process.counts[KVR_SORT_MAPPING];
+    out->tables = process.counts[KVR_SORT_TABLE];
+    for (lock = process.locks; lock; lock = lock->next)
+        out->locks++;
+    out->fds = process.fds;
+    kvr_handles_unlock();
+    return KVR_OK;
+}
+
+int32_t kvr_abi_version(void) { return KVR_ABI_VERSION; }
+
+int32_t kvr_echo(int64_t value, int64_t *out)
+{
+    *out = value;
+    return KVR_OK;
+}

@@ -1,0 +1,122 @@
+/* What the C files share. Lock order: a part's lock (in-process mutex, then record lock), then the handle mutex. */
+#ifndef KVR_INTERNAL_H
+#define KVR_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#include "kvreuse.h"
+
+#if !defined(__BYTE_ORDER__) || __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the shared records are little-endian"
+#endif
+
+/* Only what the header declares is visible outside of the extension. */
+#pragma GCC visibility push(hidden)
+
+/* Every object that a handle names starts with this. */
+typedef struct kvr_object {
+    int64_t handle;
+    int32_t sort;
+    int32_t calls; /* threads inside a call on it; a table only */
+} kvr_object;
+
+typedef struct kvr_region {
+    kvr_object object;
+    int64_t nbytes;
+    int64_t physical_nbytes;
+    int32_t fd; /* owned */
+    int32_t kind;
+    int32_t access;
+    int32_t origin;
+    int32_t mapping_count;
+    uint64_t device;
+    uint64_t inode;
+    uint8_t region_id[16];
+} kvr_region;
+
+typedef struct kvr_mapping {
+    kvr_object object;
+    kvr_region *region;
+    uint8_t *address;
+    int64_t nbytes;
+    int32_t access;
+    int32_t use_count;  /* kvr_mapping_use, and tables that are bound to it */
+    int32_t view_count; /* buffers given out by the extension, and calls that read it */
+} kvr_mapping;
+
+/* One lock memory in this process. */
+typedef struct kvr_lock {
+    struct kvr_lock *next;
+    uint64_t device;
+    uint64_t inode;
+    int64_t users;
+    int32_t fd;     /* owned */
+    int32_t *parked; /* owned, more fds of the same memory, unused: closing any fd of an inode drops its record lock */
+    int64_t parked_count;
+    pthread_mutex_t mutex;
+} kvr_lock;
+
+/* ---- errors (handles.c) ---- */
+int32_t kvr_fail(int32_t status, int32_t detail, const char *call, int64_t v0, int64_t v1, int64_t v2, int64_t v3);
+int32_t kvr_fail_errno(const char *call, int32_t code);
+
+/* ---- handles (handles.c); all but kvr_forked with the handle mutex held ---- */
+void kvr_handles_lock(void);
+void kvr_handles_unlock(void);
+int32_t kvr_forked(const char *call);
+int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out);
+int32_t kvr_register(kvr_object *object, int32_t sort, const char *call);
+void kvr_unregister(kvr_object *object);
+void kvr_count_fds(int64_t delta);
+kvr_lock **kvr_locks(void);
+
+/* ---- memory (host.c) ---- */
+int32_t kvr_map_memory(int32_t fd, int64_t nbytes, int64_t offset_bytes, int32_t access, int32_t dontfork, const char *call,
+                       uint8_t **out);
+int64_t kvr_page_nbytes(void);
+/* For the extension's buffers: +1 or -1 view. */
+int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out);
+
+/* ---- the part's lock (lock.c) ---- */
+int32_t kvr_lock_open(int32_t fd, kvr_lock **out); /* handle mutex held */
+void kvr_lock_close(kvr_lock *lock);               /* handle mutex held */
+int32_t kvr_lock_take(kvr_lock *lock, int64_t wait_ns, const char *call);
+void kvr_lock_drop(kvr_lock *lock);
+
+/* ---- CRC32C (crc32c.c) ---- */
+uint32_t kvr_crc(uint32_t value, const uint8_t *data, int64_t nbytes);
+
+#pragma GCC visibility pop
+
+/* Words that other processes read and write: whole, with acquire and release. */
+static inline int64_t kvr_load(const int64_t *word)
+{
+    return atomic_load_explicit((const _Atomic int64_t *)word, memory_order_acquire);
+}
+
+static inline void kvr_store(int64_t *word, int64_t value)
+{
+    atomic_store_explicit((_Atomic int64_t *)word, value, memory_order_release);
+}
+
+/* Nothing that follows may be seen before dirty is. */
+static inline void kvr_set_dirty(kvr_words *words)
+{
+    kvr_store(&words->dirty, 1);
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+static inline uint8_t kvr_load_state(const uint8_t *state)
+{
+    return atomic_load_explicit((const _Atomic uint8_t *)state, memory_order_acquire);
+}
+
+static inline void kvr_store_state(uint8_t *state, uint8_t value)
+{
+    atomic_store_explicit((_Atomic uint8_t *)state, value, memory_order_release);
+}
+
+#endif
