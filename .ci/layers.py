@@ -13,15 +13,13 @@ LAYERS = [
     ["_version", "errors", "_status"],
     ["_api", "_select"],
     ["_core"],
-    ["_fallback", "_ctypes_*"],
-    ["_info", "handles", "copies", "memory"],
+    ["_fallback", "_fallback_*", "_ctypes_*"],
+    ["_info", "handles"],
     ["manifest", "parts", "groups"],
-    ["profile", "doctor"],
+    ["profile", "hashing"],
     ["keeper", "keeper.*"],
-    ["events", "hashing"],
-    ["integrations", "integrations.*"],
     ["testing"],
-    ["replay", "cli", "__main__"],
+    ["replay", "replay_*", "cli", "cli_*", "__main__"],
 ]
 # The public names, and the choice of the backend, reach down.
 EXEMPT = {"", "_select"}

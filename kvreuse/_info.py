@@ -25,7 +25,7 @@ def backend_info() -> dict[str, Any]:
         "version": _version.__version__,
         "abi_version": _select.backend.abi_version(),
         "features": {"host": "on", "posix_fd": "on", "cuda": f"off: {cuda}", "fabric": f"off: {cuda}"},
-        "extension_path": _select.backend.__file__,
+        "extension_path": _select.module.__file__,
         "python": sys.version.split()[0],
         "libc": " ".join(platform.libc_ver()),
         "machine": platform.machine(),

@@ -6,6 +6,7 @@ import importlib
 import os
 import warnings
 from types import ModuleType
+from typing import cast
 
 from . import _api
 from .errors import KVReuseWarning
@@ -67,4 +68,5 @@ def _warn_on_gpu_machine() -> None:
         )
 
 
-backend, backend_name, reason = load(os.environ.get(VARIABLE, "auto"))
+module, backend_name, reason = load(os.environ.get(VARIABLE, "auto"))
+backend = cast(_api.Backend, module)

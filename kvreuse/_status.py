@@ -208,7 +208,8 @@ def as_integer(value: Any, name: str, low: int = INT64_MIN, high: int = INT64_MA
         Outside of [low, high].
     """
     if type(value) is not int:
-        index = None if isinstance(value, bool) else getattr(type(value), "__index__", None)
+        # numpy before 2.3 only warns where its bool is used as an index.
+        index = None if type(value).__name__ in ("bool", "bool_") else getattr(type(value), "__index__", None)
         if index is None:
             raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
         value = index(value)

@@ -103,7 +103,13 @@ def _add_replay(commands: Any) -> None:
         metavar="worker@K[:R]",
         help="SIGKILL rank R's worker (0) in the middle of request K, from 1; may be repeated",
     )
-    add("--crash-rate", type=float, default=0.0, metavar="P", help="kill a worker at each request with probability P")
+    add(
+        "--crash-rate",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="kill a worker at each request with probability P (workers only)",
+    )
     add("--seed", type=int, default=0, metavar="S", help="of --crash-rate (0)")
     add("--plot", metavar="FILE.png", help="draw hit rate, restarts and bytes resident (needs matplotlib)")
     add("--json", action="store_true", help="one JSON object on stdout")
@@ -217,8 +223,12 @@ def _replay(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         from .replay_plot import draw
 
-        draw(curve, arguments.plot, f"{arguments.trace or 'generated workload'}: {options.blocks} blocks, {options.ranks} ranks")
-        say(f"wrote {arguments.plot}")
+        name = arguments.trace or "generated workload"
+        try:
+            draw(curve, arguments.plot, f"{name}: {options.blocks} blocks, {options.ranks} ranks")
+            say(f"wrote {arguments.plot}")
+        except OSError as error:
+            problems.append(f"--plot {arguments.plot}: {error.strerror or error}")
     for problem in problems:
         _fail(problem, FAILED)
     return FAILED if problems else 0
@@ -228,6 +238,8 @@ def _check_plot(path: str, error: type[Exception]) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise error("--plot needs matplotlib: pip install 'kvreuse[plot]'")
     folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise error(f"--plot {path}: is a folder, expected a file's name")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise error(f"--plot {path}: {folder} is not a folder that can be written to")
     if os.path.splitext(path)[1].lower() not in (".png", ".svg", ".pdf"):

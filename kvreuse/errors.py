@@ -68,7 +68,7 @@ class KVReuseError(Exception):
         for key, value in fields.items():
             setattr(self, key, value)
         if isinstance(self, OSError) and self.native_source == "errno":
-            self.errno = self.native_code
+            object.__setattr__(self, "errno", self.native_code)
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else self.__class__.__name__

@@ -6,19 +6,41 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING
 
+from .errors import WaitTimeoutError
+from .manifest import Manifest, compare, describe, incompatible
+
 if TYPE_CHECKING:
     from .keeper.client import Keeper
-    from .manifest import Manifest
+    from .keeper.protocol import ReadinessReply
+
+# With a stall bound, the ranks are looked at so often within it.
+_LOOKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class RankReadiness:
-    """One rank of a group: ready or why not; the pid of its worker, None if it has none."""
+    """One rank of a group.
+
+    Attributes
+    ----------
+    ready : bool
+    reason : str
+        Why not.
+    pid : int or None
+        Of its worker, None if it has none.
+    blocks : int
+        Slots of its part, 0 if it has none.
+    died_at, ready_at : float
+        CLOCK_MONOTONIC seconds of this host: when its last worker was found gone (its pidfd fired) or said goodbye, and
+        when the present one had its part open; 0.0 if that did not happen.
+    """
 
     ready: bool
     reason: str
     pid: int | None
     blocks: int
+    died_at: float
+    ready_at: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,24 +85,78 @@ class Group:
         Returns
         -------
         Readiness
-        """
-        return self._ask(0.0)
+            Not ready also where the group has another manifest than this Group was made with; the fields are named.
 
-    def wait_ready(self, timeout: float) -> Readiness:
-        """Wait until the group is ready, at most `timeout` seconds.
+        Raises
+        ------
+        KeeperUnavailableError
+            The keeper did not answer in time.
+        """
+        return self._ask(0.0)[0]
+
+    def wait_ready(self, timeout: float, stall_timeout: float | None = None) -> Readiness:
+        """Wait until the group is ready.
+
+        Parameters
+        ----------
+        timeout : float
+            Bound of the wait, seconds.
+        stall_timeout : float, optional
+            Give up earlier: when nothing has changed on any rank for so many seconds.
 
         Returns
         -------
         Readiness
-            As of the end of the wait: `ready` may be False.
-        """
-        deadline = time.monotonic() + timeout
-        return self._ask(max(0.0, deadline - time.monotonic()))
+            Its `ready` is True.
 
-    def _ask(self, wait_s: float) -> Readiness:
+        Raises
+        ------
+        IncompatibleError
+            The group is ready, with another manifest than this Group was made with.
+        WaitTimeoutError
+            Time ran out; the text names the ranks that are not ready and why, `readiness` has it all.
+        KeeperUnavailableError
+            The keeper did not answer in time.
+        """
+        started = changed = time.monotonic()
+        found, reply = self._ask(0.0)
+        while not found.ready:
+            if reply.ready:
+                raise incompatible(self._differences(reply))
+            now = time.monotonic()
+            left, bound = started + timeout - now, timeout
+            if stall_timeout is not None and changed + stall_timeout - now < left:
+                left, bound = changed + stall_timeout - now, stall_timeout
+            if left <= 0:
+                what = "did not get ready" if bound == timeout else "made no progress"
+                raise WaitTimeoutError(
+                    f"group {self.name!r} (dp {self.dp}) {what} within {bound} s: {found.reason}",
+                    status=-23,
+                    name="WAIT_TIMEOUT",
+                    readiness=found,
+                )
+            before = found
+            found, reply = self._ask(left if stall_timeout is None else min(left, stall_timeout / _LOOKS))
+            if found != before:
+                changed = time.monotonic()
+        return found
+
+    def _ask(self, wait_s: float) -> tuple[Readiness, ReadinessReply]:
         reply = self._keeper._readiness(self.name, self.dp, wait_s)
         ranks = {
-            rank["index"]: RankReadiness(rank["ready"], rank["reason"], rank["pid"] or None, rank["blocks"])
+            rank.index: RankReadiness(
+                rank.ready, rank.reason, rank.pid or None, rank.blocks, rank.died_at, rank.ready_at
+            )
             for rank in reply.ranks
         }
-        return Readiness(reply.ready, reply.reason, ranks)
+        differences = self._differences(reply)
+        if differences:
+            return Readiness(False, f"the group has another manifest: {describe(differences)}", ranks), reply
+        return Readiness(reply.ready, reply.reason, ranks), reply
+
+    def _differences(self, reply: ReadinessReply) -> dict[str, tuple[object, object]]:
+        if self.manifest is None or reply.manifest is None:
+            return {}
+        # Whose rank's manifest the group was made with is not known: only what is equal over all of its ranks counts.
+        kept = Manifest.from_dict(reply.manifest)
+        return compare(kept, self.manifest, across_pp=kept.topology.pp > 1)

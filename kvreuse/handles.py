@@ -19,6 +19,7 @@ from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _ctypes_cuda, _status
+from ._api import MappingInfo
 from ._select import backend as _backend
 from .errors import (
     CorruptError,
@@ -477,7 +478,7 @@ class Region(_Owned):
 class Mapping(_Owned):
     """A region's bytes in this process. Made by Region.map; keeps its region open."""
 
-    def __init__(self, region: Region, info: Any) -> None:
+    def __init__(self, region: Region, info: MappingInfo) -> None:
         self._handle = info.handle
         self._region = region
         self._address = info.address

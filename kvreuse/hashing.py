@@ -1,4 +1,4 @@
-"""Block hash schemes of engines, so that keys mean the same in every process. Never Python's `hash()`: it differs per process."""
+"""Block hash schemes of engines: keys that mean the same in every process. Never Python's `hash()`, which differs."""
 
 from __future__ import annotations
 
@@ -65,6 +65,10 @@ class HashScheme:
         return keys
 
 
+def _unsupported(text: str) -> NotSupportedError:
+    return NotSupportedError(text, status=-7, name="NOT_SUPPORTED")
+
+
 def _cbor_head(major: int, value: int) -> bytes:
     """Canonical CBOR (RFC 8949, 4.2): the shortest head."""
     if value < 24:
@@ -102,13 +106,13 @@ def _vllm_next(parent: bytes, tokens: Sequence[int], extra: Any) -> bytes:
 
 def _sglang_root(seed: str) -> bytes:
     if seed:
-        raise NotSupportedError("sglang-sha256 chains start from nothing: they have no seed", status=-7, name="NOT_SUPPORTED")
+        raise _unsupported("sglang-sha256 chains start from nothing: they have no seed")
     return b""
 
 
 def _sglang_next(parent: bytes, tokens: Sequence[int], extra: Any) -> bytes:
     if extra is not None:
-        raise NotSupportedError("sglang-sha256 has no extra keys", status=-7, name="NOT_SUPPORTED")
+        raise _unsupported("sglang-sha256 has no extra keys")
     return hashlib.sha256(parent + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
@@ -131,6 +135,4 @@ def get_scheme(name: str) -> HashScheme:
     try:
         return _SCHEMES[name]
     except KeyError:
-        raise NotSupportedError(
-            f"hash scheme {name!r} is unknown: expected {', '.join(_SCHEMES)}", status=-7, name="NOT_SUPPORTED"
-        ) from None
+        raise _unsupported(f"hash scheme {name!r} is unknown: expected {', '.join(_SCHEMES)}") from None

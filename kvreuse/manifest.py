@@ -86,7 +86,7 @@ def _known_fields(cls: type, data: Any) -> dict[str, Any]:
 class Topology:
     """Sizes of the parallel axes, in ranks.
 
-    dp is part of a group's identity: each data-parallel replica is a group of its own, and dp is no axis of its readiness.
+    dp is part of a group's identity: each data-parallel replica is a group of its own; dp is no axis of readiness.
     """
 
     tp: int = 1
@@ -141,7 +141,7 @@ class Rank:
             object.__setattr__(self, axis, _positive(getattr(self, axis), f"rank.{axis}", 0))
 
     def index(self, topology: Topology) -> int:
-        """Return the place in the group, 0 to topology.size - 1: tp runs fastest, then cp, then pp. dp does not count."""
+        """Return the place in the group, 0 to topology.size - 1: tp runs fastest, then cp, then pp; without dp."""
         topology.check(self)
         return (self.pp * topology.cp + self.cp) * topology.tp + self.tp
 

@@ -89,7 +89,8 @@ class VerifyResult(NamedTuple):
     bad: tuple[bytes, ...]
 
 
-class PackedKeys(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PackedKeys:
     """Keys as the backends take them: key i is the first nbytes[i] (None: all) of stride bytes at i * stride."""
 
     data: Any
@@ -183,7 +184,7 @@ class Part:
         self._regions: list[int] = []
         self._mappings: list[int] = []
         self._buffers: list[memoryview] = []
-        self._open: weakref.WeakSet[_Slots] = weakref.WeakSet()
+        self._unended: weakref.WeakSet[_Slots] = weakref.WeakSet()
         self._stale_views: list[memoryview] = []
         self.part_id = attachment.part_id
         self.blocks = attachment.blocks
@@ -459,7 +460,8 @@ class Part:
         return VerifyResult(checked, tuple(packed.key(int(wanted[i])) for i in bad))
 
     def _verify_all(self) -> VerifyResult:
-        checked, bad, first = 0, [], 0
+        checked, first = 0, 0
+        bad: list[bytes] = []
         size = VERIFY_BATCH_SLOTS
         slots, generations = _empty(size), _empty(size)
         keys, nbytes = np.empty(size * KEY_NBYTES, np.uint8), np.empty(size, np.uint8)
@@ -531,7 +533,7 @@ class Part:
                 return
             if self._pid != os.getpid():
                 raise ForkedError("the part belongs to the parent process", status=-26, name="FORKED")
-            open_slots = list(self._open)
+            open_slots = list(self._unended)
             views = [view for item in open_slots for view in item._views] + self._stale_views
             self._stale_views = [view for view in views if not _release_view(view)]
             if self._stale_views:
@@ -614,7 +616,7 @@ class _Slots:
         self.slots = slots
         self.generations = generations
         with part._lock:
-            part._open.add(self)
+            part._unended.add(self)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -642,7 +644,7 @@ class _Slots:
         self._done = True
         self._drop_views()
         with self._part._lock:
-            self._part._open.discard(self)
+            self._part._unended.discard(self)
 
     def _end(self, quiet: bool = False) -> None:
         raise NotImplementedError

@@ -80,7 +80,8 @@ class Security(_Section, frozen=True, kw_only=True):
 class Profile(_Section, frozen=True, kw_only=True):
     """What a keeper was told to do. Made by `load`, `from_toml`, `from_dict`; `off()` is the one without a declaration.
 
-    Sections are attributes: reuse, handles, retention, table, group, checksum, copies, security. docs/profile.md lists the keys.
+    Sections are attributes: reuse, handles, retention, table, group, checksum, copies, security; docs/profile.md lists
+    their keys.
     """
 
     reuse: Reuse
@@ -104,7 +105,8 @@ class Profile(_Section, frozen=True, kw_only=True):
         Raises
         ------
         ProfileError
-            The file cannot be read, is no TOML, has an unknown key, or a value that is wrong or needs what this version lacks.
+            The file cannot be read, is no TOML, has an unknown key, or a value that is wrong or that this version
+            cannot honour.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -224,7 +226,7 @@ def _cgroup_limits() -> list[int]:
             folder, file = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
         else:
             continue
-        # A parent's limit binds too; in a container the path may name a folder of the host, so the root is looked at as well.
+        # A parent's limit binds too; in a container the path may name a folder of the host: look at the root as well.
         here = folder / path.strip("/")
         for candidate in (here, *here.parents):
             if candidate != folder and folder not in candidate.parents:

@@ -16,10 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import KVReuseError
 from .keeper.client import connect
@@ -30,6 +31,9 @@ SOCKET_PATH_NBYTES = 107  # sun_path holds 108 with the final NUL
 START_TIMEOUT_S = 30.0
 REPLY_TIMEOUT_S = 120.0
 READY_TIMEOUT_S = 30.0
+# Record, link and buckets of a slot in the part's table, rounded up.
+TABLE_SLOT_NBYTES = 128
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PROFILE = """\
 [reuse]
 enabled = true
@@ -121,17 +125,19 @@ def check(options: Options, requests: list[Ids]) -> None:
         if word == "core" and importlib.util.find_spec("kvreuse._core") is None:
             raise UsageError("--backends core: the extension kvreuse._core is not installed; use fallback")
     if len(options.backends) not in (1, options.ranks):
-        raise UsageError(f"--backends names {len(options.backends)} backends for {options.ranks} ranks: one, or one a rank")
+        raise UsageError(
+            f"--backends names {len(options.backends)} backends for {options.ranks} ranks: one, or one a rank"
+        )
     for kill in options.kills:
         if not 1 <= kill.request <= len(requests):
             raise UsageError(f"--kill worker@{kill.request}: the requests played are 1 to {len(requests)}")
         if kill.rank >= options.ranks:
             raise UsageError(f"--kill worker@{kill.request}:{kill.rank}: the ranks are 0 to {options.ranks - 1}")
-    wanted, free = options.ranks * options.blocks * options.block_bytes, _available_bytes()
+    wanted, free = options.ranks * options.blocks * (options.block_bytes + TABLE_SLOT_NBYTES), _available_bytes()
     if wanted > free:
         raise UsageError(
-            f"{options.ranks} ranks x {options.blocks} blocks x {options.block_bytes} bytes are {wanted} bytes: "
-            f"{free} are available; lower --blocks or --block-bytes"
+            f"{options.ranks} ranks x {options.blocks} blocks x {options.block_bytes} bytes and their tables need "
+            f"{wanted} bytes: {free} are available; lower --ranks, --blocks or --block-bytes"
         )
 
 
@@ -159,10 +165,14 @@ class Worker:
                 stdout=sys.stderr,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "KVREUSE_BACKEND": backend},
+                # A terminal's Ctrl-C is for the coordinator alone, which ends all others.
+                start_new_session=True,
             )
         mine.settimeout(REPLY_TIMEOUT_S)
         self.channel = Channel(mine)
-        self.channel.send(
+        # Before anything that can fail: who started it can end it.
+        replay.workers[rank] = self
+        self.send(
             {
                 "socket": replay.socket_path,
                 "label": replay.label,
@@ -184,8 +194,18 @@ class Worker:
 
     def attach(self) -> dict[str, Any]:
         """Let it attach; return the outcome."""
-        self.channel.send({"do": "attach"})
+        self.send({"do": "attach"})
         return self.recv()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send a message. Raises ReplayError if nobody takes it."""
+        try:
+            self.channel.send(message)
+        except TimeoutError:
+            raise ReplayError(f"rank {self.rank}'s worker took no message within {REPLY_TIMEOUT_S} s") from None
+        except OSError:
+            self.recv()  # what it said before it ended is the better error
+            raise ReplayError(f"rank {self.rank}'s worker closed its socket") from None
 
     def recv(self) -> dict[str, Any]:
         """Receive a reply. Raises ReplayError if there is none, or an error."""
@@ -201,27 +221,39 @@ class Worker:
             raise ReplayError(f"rank {self.rank}'s worker: {message['error']}")
         return message
 
-    def kill(self) -> tuple[float, float]:
-        """SIGKILL it; return (seconds until its pidfd fired, the monotonic time of that)."""
-        pidfd = os.pidfd_open(self.process.pid)
-        try:
-            killed = time.monotonic()
-            self.process.kill()
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            if not poll.poll(READY_TIMEOUT_S * 1000):
-                raise ReplayError(f"rank {self.rank}'s worker is not gone {READY_TIMEOUT_S} s after SIGKILL")
-            fired = time.monotonic()
-        finally:
-            os.close(pidfd)
-        self.process.wait(READY_TIMEOUT_S)
-        self.channel.close()
-        return fired - killed, fired
-
     def end(self) -> None:
         """Close the channel, which ends the process; kill it if it does not."""
         self.channel.close()
         _end(self.process, 0)
+
+
+def _kill(workers: list[Worker]) -> list[tuple[float, float]]:
+    """SIGKILL workers together; return of each the monotonic times of its kill and of its pidfd firing."""
+    with contextlib.ExitStack() as stack:
+        killed, fired, ranks = {}, {}, {}
+        poll = select.poll()
+        for worker in workers:
+            pidfd = os.pidfd_open(worker.process.pid)
+            stack.callback(os.close, pidfd)
+            poll.register(pidfd, select.POLLIN)
+            ranks[pidfd] = worker.rank
+        for worker in workers:
+            killed[worker.rank] = time.monotonic()
+            worker.process.kill()
+        while ranks:
+            found = poll.poll(READY_TIMEOUT_S * 1000)
+            now = time.monotonic()
+            if not found:
+                raise ReplayError(
+                    f"workers of ranks {[*ranks.values()]} are not gone {READY_TIMEOUT_S} s after SIGKILL"
+                )
+            for pidfd, _ in found:
+                poll.unregister(pidfd)
+                fired[ranks.pop(pidfd)] = now
+    for worker in workers:
+        worker.process.wait(READY_TIMEOUT_S)
+        worker.channel.close()
+    return [(killed[worker.rank], fired[worker.rank]) for worker in workers]
 
 
 def _end(process: subprocess.Popen[bytes], number: int) -> None:
@@ -246,8 +278,9 @@ class Replay:
         self.curve = Curve()
         self._say = say
         self._keeper: subprocess.Popen[bytes] | None = None
+        self._keeper_said: threading.Thread | None = None
         self._client: Any = None
-        self._workers: list[Worker] = []
+        self.workers: dict[int, Worker] = {}
         ranks = range(options.ranks)
         self._sealed: list[set[int]] = [set() for _ in ranks]
         self._corrupt_at_attach = [0] * options.ranks
@@ -290,7 +323,9 @@ class Replay:
             begun = time.monotonic()
             self._play(progress)
             elapsed = time.monotonic() - begun
-            evictions = [self._ask(worker, {"do": "finish"})["evictions"] for worker in self._workers]
+            evictions = [self._ask(worker, {"do": "finish"})["evictions"] for worker in self._ordered()]
+            if self._keeper is not None and self._keeper.poll() is not None:
+                raise ReplayError(f"the keeper ended unexpectedly (exit status {self._keeper.returncode})")
         result = self._result
         result["requests"] = len(self.requests)
         result["block_refs"] = sum(map(len, self.requests))
@@ -317,8 +352,9 @@ class Replay:
         self.folder = tempfile.mkdtemp(prefix="kvreuse-")
         try:
             self._start_keeper()
-            self._workers = [Worker(self, rank) for rank in range(self.options.ranks)]
-            for worker in self._workers:
+            for rank in range(self.options.ranks):
+                Worker(self, rank)
+            for worker in self._ordered():
                 worker.hello()
                 outcome = worker.attach()
                 if outcome["outcome"] != "EMPTY":
@@ -327,13 +363,32 @@ class Replay:
             self._wait_ready()
             yield
         finally:
-            for worker in self._workers:
-                worker.end()
-            if self._client is not None:
+            # A second signal comes when nothing is left to be cut short.
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            try:
+                self._end()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _end(self) -> None:
+        # All see the end of their socket first, and close at the same time.
+        for worker in self.workers.values():
+            worker.channel.close()
+        for worker in self.workers.values():
+            worker.end()
+        if self._client is not None:
+            with contextlib.suppress(KVReuseError):
                 self._client.close()
-            if self._keeper is not None:
-                _end(self._keeper, signal.SIGTERM)
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._keeper is not None:
+            _end(self._keeper, signal.SIGTERM)
+            if self._keeper_said is not None:
+                self._keeper_said.join()
+            if self._keeper.stderr is not None:
+                self._keeper.stderr.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ordered(self) -> list[Worker]:
+        return [self.workers[rank] for rank in range(self.options.ranks)]
 
     def _start_keeper(self) -> None:
         options = self.options
@@ -357,8 +412,12 @@ class Replay:
             stdout=sys.stderr,
             stderr=subprocess.PIPE,
             env={**os.environ, "KVREUSE_BACKEND": options.backends[0]},
+            start_new_session=True,
         )
         self._await_keeper(self._keeper)
+        # What it says later must not fill the pipe.
+        self._keeper_said = threading.Thread(target=_pass_on, args=(self._keeper.stderr,), daemon=True)
+        self._keeper_said.start()
         self._client = connect(self.socket_path)
 
     def _await_keeper(self, keeper: subprocess.Popen[bytes]) -> None:
@@ -385,7 +444,7 @@ class Replay:
     # ---- requests ----
 
     def _ask(self, worker: Worker, message: dict[str, Any]) -> dict[str, Any]:
-        worker.channel.send(message)
+        worker.send(message)
         return worker.recv()
 
     def _play(self, progress: Callable[[int], None]) -> None:
@@ -393,7 +452,7 @@ class Replay:
         for kill in self.options.kills:
             kills.setdefault(kill.request, set()).add(kill.rank)
         data = [ids.tobytes() for ids in self.requests]
-        hits = min(self._ask(worker, {"do": "match", "ids": data[0]})["hits"] for worker in self._workers)
+        hits = min(self._ask(worker, {"do": "match", "ids": data[0]})["hits"] for worker in self._ordered())
         for index, ids in enumerate(self.requests):
             after = data[index + 1] if index + 1 < len(data) else None
             # A match of the next request rides on each reply: it is taken before anything of that request is stored.
@@ -409,12 +468,12 @@ class Replay:
 
     def _play_one(self, ids: Ids, data: bytes, after: bytes | None, hits: int, victims: set[int]) -> int:
         """Play one request on all ranks; return the common hits of the next."""
-        for worker in self._workers:
-            worker.channel.send(
-                {"do": "play", "ids": data, "hits": hits, "stop": worker.rank in victims, "next": after}
-            )
+        workers = self._ordered()
+        message = {"do": "play", "ids": data, "hits": hits, "again": False, "next": after}
+        for worker in workers:
+            worker.send({**message, "stop": worker.rank in victims})
         hits_after = []
-        for worker in self._workers:
+        for worker in workers:
             reply = worker.recv()
             self._count(worker.rank, reply)
             self._result["verified_blocks"] += reply["verified"]
@@ -422,9 +481,7 @@ class Replay:
         if victims:
             self._restart(victims)
             for rank in sorted(victims):
-                worker = self._workers[rank]
-                message = {"do": "play", "ids": data, "hits": hits, "stop": False, "next": after}
-                reply = self._ask(worker, message)
+                reply = self._ask(self.workers[rank], {**message, "stop": False, "again": True})
                 self._count(rank, reply)
                 hits_after[rank] = reply.get("hits", 0)
         return min(hits_after) if after is not None else 0
@@ -437,29 +494,35 @@ class Replay:
 
     def _restart(self, victims: set[int]) -> None:
         """Kill the victims together, start their replacements, and see what those were given."""
-        fired = {}
-        for rank in sorted(victims):
-            teardown, fired[rank] = self._workers[rank].kill()
-            self._result["teardown_ms"].append(round(teardown * 1000, 3))
-        for rank in sorted(victims):
-            self._workers[rank] = Worker(self, rank)
-        for rank in sorted(victims):
-            self._workers[rank].hello()
-        outcomes = {rank: self._workers[rank].attach() for rank in sorted(victims)}
+        ranks = sorted(victims)
+        times = _kill([self.workers[rank] for rank in ranks])
+        workers = [Worker(self, rank) for rank in ranks]
+        for worker in workers:
+            worker.hello()
+        outcomes = [worker.attach() for worker in workers]
         ready = self._wait_ready()
-        for rank in sorted(victims):
-            worker, outcome = self._workers[rank], outcomes[rank]
+        # The interpreters start side by side: the slowest is what the group waited for.
+        start_s = max(worker.start_s for worker in workers)
+        for rank, worker, outcome, (killed, fired) in zip(ranks, workers, outcomes, times, strict=True):
             self._result["restarts"] += 1
+            self._result["teardown_ms"].append(round((fired - killed) * 1000, 3))
             self._result["start_ms"].append(round(worker.start_s * 1000, 3))
-            self._result["ready_ms"].append(round((ready - fired[rank] - worker.start_s) * 1000, 3))
-            self._say(f"rank {rank} was killed; its replacement is {outcome['outcome']}({outcome['blocks']})"
-                      + (f": {outcome['reason']}" if outcome["reason"] else ""))
+            self._result["ready_ms"].append(round((ready - fired - start_s) * 1000, 3))
+            self._say(
+                f"rank {rank} was killed; its replacement is {outcome['outcome']}({outcome['blocks']})"
+                + (f": {outcome['reason']}" if outcome["reason"] else "")
+            )
             corrupt = outcome["corrupt_total"] - self._corrupt_at_attach[rank]
             self._corrupt_at_attach[rank] = outcome["corrupt_total"]
             self._result["corrupt_blocks"] += corrupt
             missing = self._ask(worker, {"do": "missing", "ids": sorted(self._sealed[rank])})["missing"]
             self._sealed[rank].difference_update(missing)
             self._result["lost_sealed_blocks"] += max(0, len(missing) - corrupt)
+
+
+def _pass_on(stream: IO[bytes]) -> None:
+    for line in stream:
+        sys.stderr.write(line.decode(errors="replace"))
 
 
 def find_leaks(label: str) -> tuple[int, int]:
@@ -490,17 +553,20 @@ def run(
 ) -> tuple[dict[str, Any], Curve]:
     """Check the options and play the requests. Raises UsageError or ReplayError.
 
-    SIGTERM ends the run like Ctrl-C, so that no process stays behind.
+    SIGTERM and SIGHUP end the run like Ctrl-C, so that no process stays behind.
     """
     check(options, requests)
     replay = Replay(options, requests, say)
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    # What is ignored stays so (nohup).
+    caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in caught}
     try:
         return replay.run(progress), replay.curve
     except KVReuseError as error:
         raise ReplayError(f"{type(error).__name__}: {error}") from error
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: Any) -> None:

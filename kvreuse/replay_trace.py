@@ -57,7 +57,7 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Ids]:
 def _parse(line: bytes, where: str) -> Ids:
     try:
         data = msgspec.json.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TraceError(f"{where}: not JSON: {error}") from None
     if not isinstance(data, dict):
         raise TraceError(f"{where}: expected an object, got {type(data).__name__}")

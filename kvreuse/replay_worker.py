@@ -6,6 +6,7 @@ Started as `python -m kvreuse.replay_worker FD`, FD being its end of a socket pa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -98,10 +99,11 @@ class Player:
         """Count the leading ids that are present."""
         return int(self._part.match(keys_of(ids)))
 
-    def play(self, ids: Ids, hits: int, stop: bool = False) -> dict[str, Any]:
+    def play(self, ids: Ids, hits: int, stop: bool = False, again: bool = False) -> dict[str, Any]:
         """Play one request of which `hits` leading ids are present on every rank.
 
         With `stop`, half of the bytes to write are written and nothing after; what was reserved and claimed stays so.
+        With `again`, blocks may be missing that the restart found damaged: they are stored like others.
 
         Returns
         -------
@@ -112,15 +114,16 @@ class Player:
         done: dict[str, Any] = {"verified": 0, "corrupt": 0, "bytes_written": 0, "stored": [], "evicted": []}
         claim = part.claim(keys_of(ids[:hits]))
         try:
-            if len(claim) != hits:
+            if len(claim) != hits and not again:
                 raise RuntimeError(f"matched {hits} blocks, but only {len(claim)} could be claimed")
             bad = self._check(claim, ids, done)
             if bad:
+                count = len(claim)
                 claim.release()
                 self._rewrite(bad, done)
-                claim = part.claim(keys_of(ids[:hits]))
-                if len(claim) != hits:
-                    raise RuntimeError(f"{hits} blocks were rewritten, but only {len(claim)} could be claimed")
+                claim = part.claim(keys_of(ids[:count]))
+                if len(claim) != count:
+                    raise RuntimeError(f"of {count} blocks {len(bad)} were rewritten, but only {len(claim)} were there")
             keep = ids[: self._blocks]
             reservation = part.reserve(keys_of(keep), evict=True)
             try:
@@ -184,6 +187,10 @@ def serve(channel: Channel) -> None:
         return
     import kvreuse
 
+    # Loading modules belongs to the start of the interpreter, not to the attach that follows the hello.
+    import kvreuse.keeper.client
+    import kvreuse.parts
+
     manifest = kvreuse.Manifest(
         model="replay",
         weights_id=setup["label"],
@@ -225,7 +232,7 @@ def _obey(command: dict[str, Any], channel: Channel, player: Player, part: Any) 
     if what == "match":
         channel.send({"hits": player.match(np.frombuffer(command["ids"], np.int64))})
     elif what == "play":
-        reply = player.play(np.frombuffer(command["ids"], np.int64), command["hits"], command["stop"])
+        reply = player.play(np.frombuffer(command["ids"], np.int64), command["hits"], command["stop"], command["again"])
         if not command["stop"] and command["next"] is not None:
             reply["hits"] = player.match(np.frombuffer(command["next"], np.int64))
         channel.send(reply)
@@ -245,8 +252,11 @@ def main() -> int:
 
     try:
         serve(channel)
+    except (BrokenPipeError, ConnectionResetError):
+        return 1  # the coordinator ended the run
     except (kvreuse.KVReuseError, RuntimeError) as error:
-        channel.send({"error": f"{type(error).__name__}: {error}", "pid": os.getpid()})
+        with contextlib.suppress(OSError):
+            channel.send({"error": f"{type(error).__name__}: {error}", "pid": os.getpid()})
         return 1
     finally:
         channel.close()

@@ -8,10 +8,11 @@ import select
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -43,7 +44,7 @@ def keeper(profile: Profile | Mapping[str, Any] | str | os.PathLike[str] | None 
     KeeperUnavailableError
         The keeper did not start; the text is what it said.
     """
-    with tempfile.TemporaryDirectory(prefix="kvr-") as folder:
+    with tempfile.TemporaryDirectory(prefix="kvr-", dir=_short_folder()) as folder:
         path = os.path.join(folder, "k")
         command = [sys.executable, "-m", "kvreuse.keeper", "--socket", path]
         if profile is not None:
@@ -51,20 +52,37 @@ def keeper(profile: Profile | Mapping[str, Any] | str | os.PathLike[str] | None 
             file.write_bytes(_toml(profile))
             command += ["--profile", str(file)]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        assert process.stderr is not None
+        # What it says later must not fill the pipe.
+        reader = threading.Thread(target=_pass_on, args=(process.stderr,), daemon=True)
         try:
             _wait_ready(process, path)
+            reader.start()
             yield path
         finally:
             process.terminate()
             try:
-                process.communicate(timeout=STOP_TIMEOUT_S)
+                process.wait(timeout=STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.communicate()
+                process.wait()
+            if reader.ident:
+                reader.join(STOP_TIMEOUT_S)
+            process.stderr.close()
+
+
+def _short_folder() -> str | None:
+    """Where a socket's path fits in its 107 bytes."""
+    return None if len(os.fsencode(tempfile.gettempdir())) < 80 else "/tmp"
+
+
+def _pass_on(stream: IO[bytes]) -> None:
+    for line in stream:
+        sys.stderr.write(line.decode(errors="replace"))
 
 
 def _toml(profile: Profile | Mapping[str, Any] | str | os.PathLike[str]) -> bytes:
-    if isinstance(profile, str) and "\n" in profile:
+    if isinstance(profile, str) and ("\n" in profile or "=" in profile):
         checked = Profile.from_toml(profile)
     elif isinstance(profile, (str, os.PathLike)):
         checked = Profile.load(profile)
@@ -76,7 +94,9 @@ def _toml(profile: Profile | Mapping[str, Any] | str | os.PathLike[str]) -> byte
     for section, values in checked.to_dict().items():
         lines.append(f"[{section}]")
         # JSON's strings, numbers, booleans and flat lists are TOML's.
-        lines += [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items() if value is not None]
+        lines += [
+            f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items() if value is not None
+        ]
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -86,7 +106,9 @@ def _wait_ready(process: subprocess.Popen[bytes], path: str) -> None:
     poll.register(process.stderr, select.POLLIN | select.POLLHUP)
     said, deadline = b"", time.monotonic() + START_TIMEOUT_S
     while b": ready on " not in said:
-        data = os.read(process.stderr.fileno(), 65536) if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) else b""
+        data = (
+            os.read(process.stderr.fileno(), 65536) if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) else b""
+        )
         if not data:
             raise KeeperUnavailableError(
                 f"the keeper did not start on {path}: {said.decode(errors='replace').strip() or 'it said nothing'}",

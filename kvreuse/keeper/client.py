@@ -10,13 +10,22 @@ import select
 import socket
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .. import _api, _select, _status, _version
-from ..errors import AttachRefusedError, ForkedError, KeeperUnavailableError, KVReuseError, ProtocolError
+from ..errors import (
+    AttachRefusedError,
+    ForkedError,
+    IncompatibleError,
+    KeeperUnavailableError,
+    KVReuseError,
+    ProtocolError,
+    RangeError,
+)
 from ..profile import Profile
 from . import processes, protocol
 
@@ -27,6 +36,7 @@ if TYPE_CHECKING:
     from ..parts import Part
 
 DEFAULT_TIMEOUT_S = 5.0
+LEAVE_S = 1.0
 
 
 @dataclasses.dataclass
@@ -54,7 +64,7 @@ class Attachment:
 
 
 def default_path() -> str:
-    """Return where a keeper is looked for: $KVREUSE_SOCKET, $XDG_RUNTIME_DIR/kvreuse/keeper.sock, /run/kvreuse/keeper.sock."""
+    """Return where a keeper is looked for when no path is given: see `connect`."""
     if os.environ.get("KVREUSE_SOCKET"):
         return os.environ["KVREUSE_SOCKET"]
     folder = os.environ.get("XDG_RUNTIME_DIR")
@@ -67,7 +77,8 @@ def connect(path: str | os.PathLike[str] | None = None, timeout: float = DEFAULT
     Parameters
     ----------
     path : path, optional
-        The keeper's socket; default: $KVREUSE_SOCKET, then $XDG_RUNTIME_DIR/kvreuse/keeper.sock, then /run/kvreuse/keeper.sock.
+        The keeper's socket; default: $KVREUSE_SOCKET, then $XDG_RUNTIME_DIR/kvreuse/keeper.sock, then
+        /run/kvreuse/keeper.sock.
     timeout : float
         Bound of every wait for the keeper, seconds.
 
@@ -84,6 +95,8 @@ def connect(path: str | os.PathLike[str] | None = None, timeout: float = DEFAULT
         The keeper has another ABI version.
     PermissionDeniedError
         The keeper is another user's, or does not serve this one.
+    RangeError
+        The path is longer than a socket's can be (107 bytes).
     """
     return Keeper(os.fspath(path) if path is not None else default_path(), timeout)
 
@@ -97,22 +110,43 @@ def _unavailable(path: str, why: str) -> KeeperUnavailableError:
 
 
 class Keeper:
-    """A connection to the keeper; usable from any thread. If it is cut, the next call reconnects and resumes its sessions."""
+    """A connection to the keeper; usable from any thread. If it is cut, the next call reconnects and resumes sessions.
+
+    Attributes
+    ----------
+    path : str
+        The keeper's socket.
+    profile : Profile
+        The keeper's.
+    incarnation : int
+        Of the keeper that answered last; another number is another keeper.
+    """
 
     def __init__(self, path: str, timeout: float = DEFAULT_TIMEOUT_S) -> None:
+        self._sock: socket.socket | None = None
+        self._pid = os.getpid()
         self.path = path
         self._timeout = timeout
-        self._pid = os.getpid()
         self._lock = threading.Lock()
+        self._owner = 0  # ident of the thread that holds the lock
         self._serial = 0
-        self._sock: socket.socket | None = None
         self._closed = False
+        # Under the lock: attach ids of the sessions that are held, and of those whose goodbye did not reach the keeper.
         self._attached: dict[int, bytes] = {}
+        self._leaving: set[bytes] = set()
         self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
         self.incarnation = 0
         self.profile = Profile.off()
-        with self._lock:
-            self._connect(time.monotonic() + timeout)
+        size = len(os.fsencode(path))
+        if size > protocol.SOCKET_PATH_NBYTES:
+            raise RangeError(
+                f"the socket path has {size} bytes, at most {protocol.SOCKET_PATH_NBYTES} fit: {path}",
+                status=-6,
+                name="RANGE",
+            )
+        deadline = time.monotonic() + timeout
+        with self._locked(deadline):
+            self._connect(deadline)
 
     def __repr__(self) -> str:
         return f"<kvreuse.Keeper {self.path}>"
@@ -129,33 +163,54 @@ class Keeper:
                 raise _unavailable(self.path, getattr(error, "strerror", None) or str(error)) from error
             sock.setblocking(False)
             uid = processes.peer_uid(sock)
-            trusted = (os.geteuid(), 0)
-            if uid not in trusted:
-                raise _status.make_text(-8, f"the keeper on {self.path} runs as uid {uid}: expected uid {trusted[0]} or 0")
+            if uid not in (os.geteuid(), 0):
+                raise _status.make_text(
+                    -8, f"the keeper on {self.path} runs as uid {uid}: expected uid {os.geteuid()} or 0"
+                )
             self._sock = sock
             hello = protocol.Hello(
                 serial=self._next(), abi=_api.ABI_VERSION, backend=_select.backend_name, version=_version.__version__
             )
             welcome, _ = self._exchange(hello, (), deadline)
             if welcome.abi != _api.ABI_VERSION:
-                raise _status.make_text(
-                    -15, f"the keeper has ABI version {welcome.abi}, this worker {_api.ABI_VERSION}: install the same kvreuse"
+                raise IncompatibleError(
+                    f"the keeper has ABI version {welcome.abi}, this worker {_api.ABI_VERSION}: install one kvreuse",
+                    status=-15,
+                    name="INCOMPATIBLE",
+                    fields={"abi": (_api.ABI_VERSION, welcome.abi)},
                 )
+            declared = welcome.profile
+            self.profile = Profile.off() if declared is None else Profile.from_dict(declared, "the keeper's profile")
+            self.incarnation = welcome.incarnation
+            for session, attach_id in list(self._attached.items()):
+                self._resume(session, attach_id, deadline)
+            self._say_goodbyes(deadline)
         except BaseException:
-            self._sock = None
+            self._cut()
             sock.close()
             raise
-        self.incarnation = welcome.incarnation
-        self.profile = Profile.off() if welcome.profile is None else Profile.from_dict(welcome.profile, "the keeper's profile")
-        for session, attach_id in list(self._attached.items()):
+
+    def _resume(self, session: int, attach_id: bytes, deadline: float) -> None:
+        try:
+            self._exchange(protocol.Resume(serial=self._next(), session=session, attach_id=attach_id), (), deadline)
+        except KeeperUnavailableError:
+            raise
+        except KVReuseError:
+            del self._attached[session]  # another keeper, or the part was retired: its part's calls say so
+
+    def _say_goodbyes(self, deadline: float) -> None:
+        for attach_id in list(self._leaving):
             try:
-                self._exchange(
-                    protocol.Resume(serial=self._next(), session=session, attach_id=attach_id), (), deadline
-                )
-            except KeeperUnavailableError:
-                raise
+                self._exchange(protocol.Goodbye(serial=self._next(), attach_id=attach_id), (), deadline)
             except KVReuseError:
-                del self._attached[session]  # another keeper, or the part was retired: its part's calls say so
+                if self._sock is None:
+                    raise
+            self._leaving.discard(attach_id)
+
+    def _cut(self) -> None:
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
 
     def _next(self) -> int:
         self._serial += 1
@@ -167,19 +222,16 @@ class Keeper:
         assert sock is not None
         try:
             self._wait(sock, select.POLLOUT, deadline)
-            protocol.send(sock, message, fds)
+            # The keeper may have said why before it closed.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                protocol.send(sock, message, fds)
             while True:
-                self._wait(sock, select.POLLIN, deadline)
-                got = protocol.recv_reply(sock, protocol.FDS_MAX)
-                if got is None:
-                    raise ConnectionResetError("the keeper closed the connection")
-                reply, received = got
+                reply, received = self._receive(sock, deadline)
                 if reply.serial in (message.serial, 0):
                     break
-                protocol.close_fds(received)  # the late answer of a request that timed out
+                protocol.close_fds(received)  # what is left of an attach that failed midway
         except OSError as error:
-            self._sock = None
-            sock.close()
+            self._cut()
             if isinstance(error, KVReuseError):
                 raise
             raise _unavailable(self.path, error.strerror or str(error)) from error
@@ -188,27 +240,49 @@ class Keeper:
             protocol.raise_failed(reply)
         return reply, received
 
+    def _receive(self, sock: socket.socket, deadline: float) -> tuple[Any, list[int]]:
+        self._wait(sock, select.POLLIN, deadline)
+        try:
+            got = protocol.recv_reply(sock, protocol.FDS_MAX)
+        except ProtocolError as error:
+            if not getattr(error, "usable", False):
+                self._cut()
+            raise
+        if got is None:
+            raise ConnectionResetError("the keeper closed the connection")
+        return got
+
     def _wait(self, sock: socket.socket, event: int, deadline: float) -> None:
         poll = select.poll()
         poll.register(sock, event)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
             raise _unavailable(self.path, f"it did not answer within {self._timeout} s")
 
+    @contextlib.contextmanager
+    def _locked(self, deadline: float) -> Iterator[None]:
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise _status.make_text(-23, "another thread's call to the keeper did not end in time: connect once more")
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner = 0
+            self._lock.release()
+
     def _request(
         self, make: Callable[[int], Any], fds: Sequence[int] = (), timeout: float | None = None
     ) -> tuple[Any, list[int]]:
         self._check()
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        with self._lock:
+        with self._locked(deadline):
             return self._request_locked(make, fds, deadline)
 
-    def _request_locked(
-        self, make: Callable[[int], Any], fds: Sequence[int], deadline: float
-    ) -> tuple[Any, list[int]]:
+    def _request_locked(self, make: Callable[[int], Any], fds: Sequence[int], deadline: float) -> tuple[Any, list[int]]:
         fresh = self._sock is None
         if fresh:
             self._connect(deadline)
         try:
+            self._say_goodbyes(deadline)
             return self._exchange(make(self._next()), fds, deadline)
         except KeeperUnavailableError:
             if fresh or time.monotonic() >= deadline:
@@ -251,8 +325,8 @@ class Keeper:
         provider : str
             "host".
         regions : sequence of Region, optional
-            Data memory of the caller's instead of the keeper's, ceil(blocks / len(regions)) slots in each. The part holds it on its
-            own: they may be closed afterwards. Not used where a part is restored.
+            Data memory of the caller's instead of the keeper's, ceil(blocks / len(regions)) slots in each. The part
+            holds it on its own: they may be closed afterwards. Not used where a part is restored.
         timeout : float
             Bound of the whole attach, seconds.
 
@@ -290,25 +364,25 @@ class Keeper:
                 donate=len(donated),
             )
 
-        with self._lock:
-            reply, fds = self._request_locked(request, (), deadline)
+        with self._locked(deadline):
+            fds: list[int] = []
+            records: list[protocol.Record] = []
             try:
+                reply, fds = self._request_locked(request, (), deadline)
                 if isinstance(reply, protocol.NeedRegions):
-                    self._attached[reply.session] = attach_id
-                    protocol.close_fds(fds)
                     reply, fds = self._donate(reply, donated, deadline)
                 if isinstance(reply, protocol.Refused):
                     raise _refused(reply)
                 if not isinstance(reply, protocol.Attached):
                     raise protocol.protocol_error(f"expected an answer to Attach, got {type(reply).__name__}")
-                self._attached[reply.session] = attach_id
-                self._receive_more(reply, fds, deadline)
-            except BaseException:
+                records += reply.records
+                self._receive_more(reply, fds, records, deadline)
+            except BaseException as error:
                 protocol.close_fds(fds)
-                session = getattr(reply, "session", 0)
-                if session:
-                    self._forget(session, deadline)
+                if not isinstance(error, AttachRefusedError):
+                    self._leave(attach_id, deadline)
                 raise
+            self._attached[reply.session] = attach_id
         attachment = Attachment(
             keeper=self,
             part_id=reply.part_id,
@@ -321,7 +395,7 @@ class Keeper:
             claims_fd=fds[1],
             lock_fd=fds[2],
             data_fds=fds[3:],
-            records=[tuple(record) for record in reply.records],
+            records=records,
             blocks=reply.blocks,
             block_bytes=reply.block_bytes,
             lock_wait_ns=reply.lock_wait_ns,
@@ -338,16 +412,12 @@ class Keeper:
         self._parts.add(part)
         return part
 
-    def _donate(
-        self, need: protocol.NeedRegions, regions: list[Region], deadline: float
-    ) -> tuple[Any, list[int]]:
+    def _donate(self, need: protocol.NeedRegions, regions: list[Region], deadline: float) -> tuple[Any, list[int]]:
+        reply: Any = need
+        fds: list[int] = []
         for index, (region, nbytes) in enumerate(zip(regions, need.nbytes, strict=True)):
             if region.nbytes < nbytes:
-                self._forget(need.session, deadline)
-                raise _status.make_text(
-                    -5, f"region {index} has {region.nbytes} bytes: the part needs {nbytes} there"
-                )
-        for index, region in enumerate(regions):
+                raise _status.make_text(-5, f"region {index} has {region.nbytes} bytes: the part needs {nbytes} there")
             with region.export() as shared:
                 record = (
                     shared.nbytes,
@@ -361,35 +431,62 @@ class Keeper:
                 reply, fds = self._exchange(message, [shared.fileno()], deadline)
         return reply, fds
 
-    def _receive_more(self, reply: protocol.Attached, fds: list[int], deadline: float) -> None:
+    def _receive_more(
+        self, reply: protocol.Attached, fds: list[int], records: list[protocol.Record], deadline: float
+    ) -> None:
         sock = self._sock
         assert sock is not None
         while len(fds) < reply.fd_count:
-            self._wait(sock, select.POLLIN, deadline)
-            got = protocol.recv_reply(sock, protocol.FDS_MAX)
-            if got is None or not isinstance(got[0], protocol.MoreFds):
-                raise protocol.protocol_error(
-                    f"expected {reply.fd_count} fds, got {len(fds)}", reply.fd_count, len(fds)
-                )
-            fds.extend(got[1])
-        if len(fds) < 4 or len(reply.records) != len(fds) - 1:
+            try:
+                more, received = self._receive(sock, deadline)
+            except OSError as error:
+                self._cut()
+                if isinstance(error, KVReuseError):
+                    raise
+                raise _unavailable(self.path, error.strerror or str(error)) from error
+            fds += received
+            if not isinstance(more, protocol.MoreFds):
+                break
+            records += more.records
+        if not 4 <= len(fds) == reply.fd_count == len(records) + 1:
             raise protocol.protocol_error(
-                f"expected {len(reply.records) + 1} fds for the part, got {len(fds)}", len(reply.records) + 1, len(fds)
+                f"expected {reply.fd_count} fds for the part and {reply.fd_count - 1} records, "
+                f"got {len(fds)} and {len(records)}",
+                reply.fd_count,
+                len(fds),
             )
 
-    def _forget(self, session: int, deadline: float) -> None:
-        self._attached.pop(session, None)
-        with contextlib.suppress(KVReuseError):
-            self._exchange(protocol.Goodbye(serial=self._next(), session=session), (), deadline)
+    def _leave(self, attach_id: bytes, deadline: float) -> None:
+        """End the session of an attach, now or as soon as the keeper answers again."""
+        self._leaving.add(attach_id)
+        if self._sock is not None:
+            with contextlib.suppress(KVReuseError):
+                # At the end of its time an attach has a moment more for this.
+                self._say_goodbyes(max(deadline, time.monotonic() + LEAVE_S))
 
     def _confirm(self, part_id: bytes, session: int, kind: str, blocks: int, reason: str) -> None:
-        self._request(
-            lambda serial: protocol.Confirm(serial=serial, session=session, kind=kind, blocks=blocks, reason=reason[:2048])
-        )
+        def request(serial: int) -> protocol.Confirm:
+            return protocol.Confirm(
+                serial=serial, session=session, kind=kind, blocks=blocks, reason=protocol.clip(reason, 2048)
+            )
+
+        self._request(request)
 
     def _goodbye(self, part_id: bytes, session: int) -> None:
-        if self._attached.pop(session, None) is not None:
-            self._request(lambda serial: protocol.Goodbye(serial=serial, session=session))
+        self._check()
+        if self._owner == threading.get_ident():
+            # A part's finalizer runs in the middle of a call: the next call says it.
+            self._leaving.add(self._attached.pop(session, b""))
+            self._leaving.discard(b"")
+            return
+        deadline = time.monotonic() + self._timeout
+        with self._locked(deadline):
+            attach_id = self._attached.pop(session, None)
+            if attach_id is None:
+                return
+            self._leaving.add(attach_id)
+            self._request_locked(lambda serial: protocol.Goodbye(serial=serial, attach_id=attach_id), (), deadline)
+            self._leaving.discard(attach_id)
 
     def group(self, name: str = "default", manifest: Manifest | None = None, dp: int = 0) -> Group:
         """Name a group: the parts of one data-parallel replica.
@@ -416,17 +513,23 @@ class Keeper:
         Returns
         -------
         dict
-            The summary's keys, and "parts": a list of dicts with part_id, group, rank, state, sizes in bytes, counts of slots, sessions.
+            The summary's keys, and "parts": a list of dicts with part_id, group, rank, state, sizes in bytes, counts of
+            slots, and sessions.
         """
         parts: list[dict[str, Any]] = []
         summary: dict[str, Any] = {}
         first = 0
         while first >= 0:
-            page, _ = self._request(lambda serial, first=first: protocol.GetStatus(serial=serial, first=first))
+            page = self._status_page(first)
             summary = page.summary
             parts += page.parts
             first = page.next
         return {**summary, "parts": parts}
+
+    def _status_page(self, first: int) -> protocol.StatusPage:
+        page, _ = self._request(lambda serial: protocol.GetStatus(serial=serial, first=first))
+        assert isinstance(page, protocol.StatusPage)
+        return page
 
     def release(self, part_id: bytes | None = None) -> int:
         """Give back the memory of a part that has no worker; None: of all such parts.
@@ -447,10 +550,27 @@ class Keeper:
         return int(done.value)
 
     def _readiness(self, group: str, dp: int, wait_s: float) -> protocol.ReadinessReply:
+        """Ask for all pages of a group's readiness; the first waits up to wait_s seconds until it is ready."""
+        if wait_s > 0:
+            # On a connection of its own: others' calls on this one do not wait for it.
+            with Keeper(self.path, self._timeout) as waiter:
+                first = waiter._readiness_page(group, dp, wait_s, 0)
+        else:
+            first = self._readiness_page(group, dp, 0.0, 0)
+        ranks, page = list(first.ranks), first
+        while page.next >= 0:
+            page = self._readiness_page(group, dp, 0.0, page.next)
+            ranks += page.ranks
+        return protocol.ReadinessReply(
+            serial=0, ready=first.ready, reason=first.reason, manifest=first.manifest, ranks=ranks, next=-1
+        )
+
+    def _readiness_page(self, group: str, dp: int, wait_s: float, first: int) -> protocol.ReadinessReply:
         reply, _ = self._request(
-            lambda serial: protocol.GetReadiness(serial=serial, group=group, dp=dp, wait_s=wait_s),
+            lambda serial: protocol.GetReadiness(serial=serial, group=group, dp=dp, wait_s=wait_s, first=first),
             timeout=self._timeout + wait_s,
         )
+        assert isinstance(reply, protocol.ReadinessReply)
         return reply
 
     def close(self) -> None:
@@ -466,11 +586,15 @@ class Keeper:
         self._check()
         for part in list(self._parts):
             part.close()
-        with self._lock:
+        with self._locked(time.monotonic() + self._timeout):
+            if self._leaving:
+                with contextlib.suppress(KVReuseError):
+                    self._request_locked(lambda serial: protocol.GetStatus(serial=serial, first=0), (), self._soon())
             self._closed = True
-            if self._sock is not None:
-                self._sock.close()
-                self._sock = None
+            self._cut()
+
+    def _soon(self) -> float:
+        return time.monotonic() + LEAVE_S
 
     def __enter__(self) -> Keeper:
         return self
@@ -487,10 +611,10 @@ class Keeper:
                 error.add_note(f"closing the keeper's connection failed too: {second}")
 
     def __del__(self) -> None:
-        # Sessions of parts that live on resume nowhere: the process's end ends them.
         sock = getattr(self, "_sock", None)
         if sock is not None and self._pid == os.getpid():
             sock.close()
+            warnings.warn(f"{self!r} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
 
 
 def _refused(reply: protocol.Refused) -> AttachRefusedError:
@@ -506,4 +630,4 @@ def _refused(reply: protocol.Refused) -> AttachRefusedError:
     )
 
 
-__all__ = ["Attachment", "Keeper", "ProtocolError", "connect", "default_path"]
+__all__ = ["Attachment", "Keeper", "connect", "default_path"]

@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 SO_PEERPIDFD = 77  # Linux 6.5, include/uapi/asm-generic/socket.h
 _UCRED = struct.Struct("=iII")
@@ -16,13 +17,19 @@ _UCRED = struct.Struct("=iII")
 class Process:
     """A peer process, named by its pidfd. Owns the pidfd."""
 
-    def __init__(self, pid: int, pidfd: int) -> None:
+    def __init__(self, pid: int, pidfd: int, start: int, key: Any = None) -> None:
         self.pid = pid
         self.pidfd = pidfd
-        self.start_time = start_time(pid)
-        status = os.fstat(pidfd)
-        # From Linux 6.9 on a pidfd's inode is its process; before, all share one and pid with start time has to do.
-        self.key = (status.st_dev, status.st_ino) if _inodes_tell() else (pid, self.start_time)
+        self.start_time = start
+        if key is None:
+            status = os.fstat(pidfd)
+            # From Linux 6.9 on a pidfd's inode is its process; before, all share one and pid with start time has to do.
+            key = ("inode", status.st_dev, status.st_ino) if _inodes_tell() else ("start", pid, start)
+        self.key = key
+
+    def copy(self) -> Process:
+        """Give an object of its own for the same process."""
+        return Process(self.pid, os.dup(self.pidfd), self.start_time, self.key)
 
     def gone(self) -> bool:
         """Whether the process has ended."""
@@ -37,27 +44,33 @@ class Process:
             self.pidfd = -1
 
 
+def _peer(sock: socket.socket) -> tuple[int, int]:
+    pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(pid), int(uid)
+
+
 def peer_uid(sock: socket.socket) -> int:
     """Return the uid of the process that connected, or that listens."""
-    return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+    return _peer(sock)[1]
 
 
 def peer_process(sock: socket.socket) -> Process:
     """Name the peer. Raises OSError where the kernel gives no proof of its end."""
-    pid = int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0])
+    pid, _ = _peer(sock)
     try:
         pidfd = struct.unpack("=i", sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, 4))[0]
+        start = start_time(pid)
     except OSError:
-        if pid <= 0:
+        if pid <= 0:  # of a pid namespace that we do not see
             raise
-        # Between connect and now the pid could have been reused; the start time before and after must agree.
-        before = start_time(pid)
+        # The pid could be reused between the two steps: the start time before and after must be one process's.
+        start = start_time(pid)
         pidfd = os.pidfd_open(pid)
-        if start_time(pid) != before:
+        if not start or start_time(pid) != start:
             os.close(pidfd)
             raise
     try:
-        return Process(pid, pidfd)
+        return Process(pid, pidfd, start)
     except BaseException:
         os.close(pidfd)
         raise

@@ -20,7 +20,7 @@ import os
 import socket
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Any, Union
+from typing import Any
 
 import msgspec
 
@@ -28,9 +28,12 @@ from .. import _status
 from ..errors import IncompatibleError, KVReuseError, ProtocolError
 
 VERSION = 1
+SOCKET_PATH_NBYTES = 107  # sun_path holds 108 with the final NUL
 FRAME_NBYTES_MAX = 65536
 FDS_MAX = 200  # the kernel passes 253 a message
 PAGE_PARTS = 32
+PAGE_RANKS = 64
+TEXT_MAX = 400
 _HEADER = struct.Struct("<4sHHII")
 _MAGIC = b"KVRF"
 
@@ -52,7 +55,7 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class Attach(_Message, frozen=True, kw_only=True):
-    """Become the writer of a rank's part; `donate` regions of the client's own will follow (0: the keeper makes them)."""
+    """Become the writer of a rank's part; `donate` regions of the client's own follow (0: the keeper makes one)."""
 
     attach_id: bytes
     manifest: dict[str, Any]
@@ -64,7 +67,7 @@ class Attach(_Message, frozen=True, kw_only=True):
 
 
 class Donate(_Message, frozen=True, kw_only=True):
-    """One data region, with its fd."""
+    """One data region, with its fd; the last one is answered by Attached."""
 
     session: int
     index: int
@@ -81,9 +84,9 @@ class Confirm(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """End of a session."""
+    """End of this process's session of that attach; it may not exist (an attach whose answer was lost)."""
 
-    session: int
+    attach_id: bytes
 
 
 class Resume(_Message, frozen=True, kw_only=True):
@@ -100,11 +103,12 @@ class GetStatus(_Message, frozen=True, kw_only=True):
 
 
 class GetReadiness(_Message, frozen=True, kw_only=True):
-    """Ask for a group's readiness; the answer comes when it is ready, or after wait_s seconds."""
+    """Ask for a page of a group's readiness, from rank `first`; answered when it is ready, or after wait_s seconds."""
 
     group: str
     dp: int
     wait_s: float
+    first: int = 0
 
 
 class Release(_Message, frozen=True, kw_only=True):
@@ -130,7 +134,10 @@ class NeedRegions(_Message, frozen=True, kw_only=True):
 
 
 class Attached(_Message, frozen=True, kw_only=True):
-    """The part: fds of table, claims, lock and data follow in this order, `fd_count` in all, as many as fit with this frame."""
+    """The part. fds of table, claims, lock and data come in this order, `fd_count` in all.
+
+    FDS_MAX of them come with this frame, with a record each but the lock's; the rest with MoreFds.
+    """
 
     part_id: bytes
     session: int
@@ -148,7 +155,9 @@ class Attached(_Message, frozen=True, kw_only=True):
 
 
 class MoreFds(_Message, frozen=True, kw_only=True):
-    """More fds of Attached."""
+    """More fds of Attached, and their records."""
+
+    records: list[Record]
 
 
 class Refused(_Message, frozen=True, kw_only=True):
@@ -156,7 +165,6 @@ class Refused(_Message, frozen=True, kw_only=True):
 
     reason: str
     pid: int
-    fields: dict[str, list[Any]]
 
 
 class Done(_Message, frozen=True, kw_only=True):
@@ -173,12 +181,27 @@ class StatusPage(_Message, frozen=True, kw_only=True):
     next: int
 
 
+class RankState(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of a group. Times are CLOCK_MONOTONIC seconds, 0.0 where it did not happen."""
+
+    index: int
+    rank: dict[str, int]
+    ready: bool
+    reason: str
+    pid: int
+    blocks: int
+    died_at: float  # its last writer's pidfd fired, or it said goodbye
+    ready_at: float  # its writer confirmed
+
+
 class ReadinessReply(_Message, frozen=True, kw_only=True):
-    """A group's readiness; `ranks` has one entry a rank of its topology."""
+    """A group's readiness, and a page of its topology's ranks; `next` is the next page's first rank, -1 at the end."""
 
     ready: bool
     reason: str
-    ranks: list[dict[str, Any]]
+    manifest: dict[str, Any] | None
+    ranks: list[RankState]
+    next: int
 
 
 class Failed(_Message, frozen=True, kw_only=True):
@@ -189,27 +212,31 @@ class Failed(_Message, frozen=True, kw_only=True):
     fields: dict[str, list[Any]]
 
 
-Request = Union[
-    Hello, Attach, Donate, Confirm, Goodbye, Resume, GetStatus, GetReadiness, Release
-]
-Reply = Union[
-    Welcome, NeedRegions, Attached, MoreFds, Refused, Done, StatusPage, ReadinessReply, Failed
-]
+Request = Hello | Attach | Donate | Confirm | Goodbye | Resume | GetStatus | GetReadiness | Release
+Reply = Welcome | NeedRegions | Attached | MoreFds | Refused | Done | StatusPage | ReadinessReply | Failed
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)
 
 
-def protocol_error(text: str, expected: Any = None, got: Any = None) -> ProtocolError:
-    """Build a ProtocolError."""
-    return ProtocolError(text, status=-22, name="PROTOCOL", expected=expected, got=got)
+def protocol_error(text: str, expected: Any = None, got: Any = None, **fields: Any) -> ProtocolError:
+    """Build a ProtocolError. `usable=True`: the frame was whole, so that the connection can go on."""
+    return ProtocolError(text, status=-22, name="PROTOCOL", expected=expected, got=got, **fields)
+
+
+def clip(text: str, size: int = TEXT_MAX) -> str:
+    """Cut a text that comes from outside, so that a frame of many stays within its bound."""
+    return text if len(text) <= size else text[: size - 3] + "..."
 
 
 def failed(serial: int, error: KVReuseError | TypeError) -> Failed:
     """Put an error into a frame."""
     status = -6 if isinstance(error, TypeError) else (error.status or _status.NUMBER.get(type(error), -22))
     fields = {name: list(pair) for name, pair in getattr(error, "fields", {}).items()}
-    return Failed(serial=serial, status=status, text=str(error)[:4096], fields=fields)
+    counts = {"expected": getattr(error, "expected", None), "got": getattr(error, "got", None)}
+    if isinstance(counts["expected"], int):
+        fields = {name: [value] for name, value in counts.items()}
+    return Failed(serial=serial, status=status, text=clip(str(error), 4096), fields=fields)
 
 
 def raise_failed(message: Failed) -> None:
@@ -217,6 +244,8 @@ def raise_failed(message: Failed) -> None:
     error = _status.make_text(message.status, message.text)
     if isinstance(error, IncompatibleError):
         error.fields = {name: (pair[0], pair[1]) for name, pair in message.fields.items()}
+    elif isinstance(error, ProtocolError) and message.fields:
+        error.expected, error.got = message.fields["expected"][0], message.fields["got"][0]
     raise error
 
 
@@ -232,7 +261,7 @@ def encode(message: Any, fd_count: int = 0) -> bytes:
 
 
 def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
-    """Send one frame with its fds, which stay the caller's. Raises OSError as the socket does, ProtocolError as `encode`."""
+    """Send one frame with its fds, which stay the caller's. Raises OSError, and ProtocolError as `encode` does."""
     frame = encode(message, len(fds))
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"={len(fds)}i", *fds))] if fds else []
     sock.sendmsg([frame], ancillary, socket.MSG_NOSIGNAL)
@@ -254,7 +283,8 @@ def _recv(sock: socket.socket, fds_max: int, decoder: Any) -> tuple[Any, list[in
     Raises
     ------
     ProtocolError
-        Not a frame of this version, or other fds than it says. What arrived is closed; the connection can go on.
+        Not a frame of this version, or other fds than it says. What arrived is closed. After the latter (`usable`, with
+        the frame's `serial`) the connection can go on.
     """
     # One int of room more than allowed, so that too many are seen.
     room = socket.CMSG_SPACE(4 * (fds_max + 1))
@@ -288,16 +318,19 @@ def _decode(data: bytes, fd_count: int, flags: int, decoder: Any) -> Any:
     if zero or size != len(data) - _HEADER.size:
         got = len(data) - _HEADER.size
         raise protocol_error(f"the frame says {size} bytes of payload and has {got}", size, got)
+    try:
+        message = decoder.decode(memoryview(data)[_HEADER.size :])
+    except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise protocol_error(f"the frame's payload is not well-formed: {error}") from None
     if expected_fds != fd_count or flags & socket.MSG_CTRUNC:
         raise protocol_error(
             f"expected {expected_fds} fd(s) with the frame, got {fd_count}: is the fd limit reached?",
             expected_fds,
             fd_count,
+            usable=True,
+            serial=message.serial,
         )
-    try:
-        return decoder.decode(memoryview(data)[_HEADER.size :])
-    except msgspec.DecodeError as error:
-        raise protocol_error(f"the frame's payload is not well-formed: {error}") from None
+    return message
 
 
 def close_fds(fds: Iterable[int]) -> None:

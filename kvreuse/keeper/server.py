@@ -1,8 +1,8 @@
 """The keeper: one thread, a selector, and the memory of all parts. Imports no numpy.
 
-It never waits for a part's lock (K7): its handle of a part tries once, and what has to wait is tried again from the loop. A POSIX lock is
-dropped when any fd of its inode is closed; the one thread holds a lock only within one backend call, and closes the fds that it made for
-sending between calls.
+It never waits for a part's lock (K7): its handle of a part tries once, and what has to wait is tried again from the
+loop. A POSIX lock is dropped when any fd of its inode is closed; the one thread holds a lock only within one backend
+call, and closes the fds that it made for sending between calls.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import heapq
 import itertools
 import logging
 import os
+import resource
 import secrets
 import selectors
 import signal
@@ -30,37 +32,49 @@ import msgspec
 
 from .. import _api, _status, _version
 from .._select import backend as _backend
-from ..errors import IncompatibleError, KVReuseError, ProtocolError, WaitTimeoutError
-from ..handles import IMPORT_ALLOW_UNSEALED, Provider, Region, allocate_named, open_provider
+from ..errors import CorruptError, IncompatibleError, KVReuseError, ProfileError, ProtocolError, RangeError
+from ..handles import IMPORT_ALLOW_UNSEALED, Access, Provider, Region, allocate_named, open_provider
 from ..manifest import Manifest, Rank, compare, describe
 from ..profile import Profile
-from . import processes, protocol
+from . import accounting, processes, protocol
 from .processes import Process
 
 logger = logging.getLogger("kvreuse")
 
-SOCKET_PATH_NBYTES = 107  # sun_path holds 108 with the final NUL
+SOCKET_PATH_NBYTES = protocol.SOCKET_PATH_NBYTES
+LOCK_SUFFIX = ".lock"
 LABEL_NBYTES_MAX = 64
 GROUP_NBYTES_MAX = 256
 DONATED_MAX = 4096
+RANKS_MAX = 4096
 RECOVER_RETRY_S = 0.001
 RECOVER_TRIES = 5000
 EMPTIED_MAX = 32
-ROWS = 64
+EMPTY_GROUPS_MAX = 256
+WAIT_MAX_S = 3600.0
+ACCEPT_PAUSE_S = 0.1  # while no fd is free
+REJECTED_S = 1.0  # how long a rejected peer may take to ask
+BYTES_MAX = 1 << 61
+WRITER_ROW = 0
 KEEPER, WRITER = 3, 2
 LAYOUT_SEALED, RETIRED = 1, 2
 
 
 class StartError(Exception):
-    """The keeper cannot start here; the text says why."""
+    """The keeper cannot start here; the text says why. `usage`: what was asked for can work nowhere."""
+
+    def __init__(self, text: str, usage: bool = False) -> None:
+        super().__init__(text)
+        self.usage = usage
 
 
 @dataclasses.dataclass(eq=False)
 class Client:
-    """One connection."""
+    """One connection. `process` is None without proof of its end; `rejection` is all that it is told."""
 
     sock: socket.socket
-    process: Process
+    process: Process | None
+    rejection: protocol.Failed | None = None
     hello: bool = False
     sessions: set[int] = dataclasses.field(default_factory=set)
 
@@ -73,18 +87,26 @@ class Session:
     part: Part
     process: Process
     attach_id: bytes
-    row: int
     client: Client | None
     offered: str
     reason: str
     confirmed: str = ""
-    blocks: int = 0
-    serial: int = 0
+    ready_at: float = 0.0
+
+
+@dataclasses.dataclass(eq=False)
+class Memory:
+    """A part's memory but for its data, and the keeper's handle of its table."""
+
+    table_region: Region
+    claims_region: Region
+    lock_region: Region
+    table: int
 
 
 @dataclasses.dataclass(eq=False)
 class Part:
-    """One rank's memory."""
+    """One rank's part. It has no `memory`, and is not sealed, before all of its data is there."""
 
     part_id: bytes
     group: Group
@@ -93,12 +115,9 @@ class Part:
     manifest: Manifest
     blocks: int
     nbytes: int
-    table_region: Region
-    claims_region: Region
-    lock_region: Region
+    donated: bool
     data: list[Region | None]
-    table: int = 0
-    sealed: bool = False
+    memory: Memory | None = None
     writer: Session | None = None
     waiting_since: float = 0.0
     died_at: float = 0.0
@@ -107,13 +126,16 @@ class Part:
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """The parts of one data-parallel replica; its manifest is the first attach's."""
+    """The parts of one data-parallel replica, under the first attach's manifest.
+
+    Ranks of another pp may differ in block_bytes and segments: `by_pp` has what each pp came with.
+    """
 
     name: str
     dp: int
     manifest: Manifest
-    pp: int
     blocks: int
+    by_pp: dict[int, Manifest] = dataclasses.field(default_factory=dict)
     parts: dict[int, Part] = dataclasses.field(default_factory=dict)
     emptied: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -142,7 +164,7 @@ class Keeper:
         self._groups: dict[tuple[str, int], Group] = {}
         self._parts: dict[bytes, Part] = {}
         self._sessions: dict[int, Session] = {}
-        self._watched: dict[tuple[int, int], Process] = {}
+        self._watched: dict[Any, Process] = {}
         self._waiters: list[Waiter] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
@@ -156,19 +178,28 @@ class Keeper:
 
     def serve(self) -> None:
         """Serve until `stop`, or until idle for the profile's idle_exit_s."""
-        idle = self.profile.retention.idle_exit_s
+        idle_s = self.profile.retention.idle_exit_s
         while not self._stopping:
             now = time.monotonic()
             while self._timers and self._timers[0][0] <= now:
-                heapq.heappop(self._timers)[2]()
-            if self._parts or self._clients:
-                self._idle_since = now
-            elif idle and now - self._idle_since >= idle:
-                break
+                self._guard(heapq.heappop(self._timers)[2])
             waits = [self._timers[0][0] - now] if self._timers else []
-            waits += [idle - (now - self._idle_since)] if idle and not (self._parts or self._clients) else []
+            busy = bool(self._parts or self._clients)
+            if idle_s and not busy:
+                if now - self._idle_since >= idle_s:
+                    break
+                waits.append(idle_s - (now - self._idle_since))
             for key, _ in self._selector.select(max(0.0, min(waits)) if waits else None):
-                key.data()
+                self._guard(key.data)
+            if busy:
+                self._idle_since = time.monotonic()
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Carry out one event: a fault of it must not end the service."""
+        try:
+            action()
+        except Exception:
+            logger.exception("an event could not be handled")
 
     def stop(self) -> None:
         """End `serve`; may be called from a signal handler."""
@@ -179,14 +210,17 @@ class Keeper:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         for part in list(self._parts.values()):
-            self._retire(part, "the keeper stops")
+            self._guard(lambda part=part: self._retire(part, "the keeper stops"))  # type: ignore[misc]
         for client in list(self._clients):
             self._drop_client(client)
         for process in self._watched.values():
             process.close()
-        self._listener.close()
-        os.close(self._lock_fd)
         self._selector.close()
+        self._listener.close()
+        # Last, and removed while it is held: who waits for it looks again whether it is still the file of that name.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path + LOCK_SUFFIX)
+        os.close(self._lock_fd)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + delay_s, next(self._timer_numbers), action))
@@ -196,27 +230,29 @@ class Keeper:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                # The listener stays readable: without a pause the loop would spin.
+                self._selector.unregister(self._listener)
+                self._later(ACCEPT_PAUSE_S, self._accept_again)
             return
         sock.setblocking(False)
         uid = processes.peer_uid(sock)
-        if uid not in (os.geteuid(), *self.profile.security.allow_uids):
+        process, rejection = None, None
+        if uid in (os.geteuid(), *self.profile.security.allow_uids):
+            with contextlib.suppress(OSError):
+                process = processes.peer_process(sock)
+        else:
             text = f"uid {uid} may not connect: this keeper serves uid {os.geteuid()} and [security] allow_uids"
-            with contextlib.suppress(OSError):
-                protocol.send(sock, protocol.Failed(serial=0, status=-8, text=text, fields={}))
-            sock.close()
-            return
-        try:
-            process = processes.peer_process(sock)
-        except OSError as error:
-            text = f"this kernel gives no proof of a worker's end ({error.strerror}): attach would not be safe"
-            with contextlib.suppress(OSError):
-                protocol.send(sock, protocol.Failed(serial=0, status=-7, text=text, fields={}))
-            sock.close()
-            return
-        client = Client(sock, process)
+            rejection = protocol.Failed(serial=0, status=-8, text=text, fields={})
+        client = Client(sock, process, rejection)
         self._clients.add(client)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._readable(client))
+        if rejection:
+            self._later(REJECTED_S, lambda: self._drop_client(client))
+
+    def _accept_again(self) -> None:
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def _drop_client(self, client: Client) -> None:
         if client not in self._clients:
@@ -229,7 +265,8 @@ class Keeper:
             session = self._sessions.get(number)
             if session and session.client is client:
                 session.client = None  # disconnected: not gone until its process is
-        client.process.close()
+        if client.process is not None:
+            client.process.close()
 
     def _send(self, client: Client, message: Any, fds: list[int] | None = None) -> None:
         try:
@@ -241,13 +278,20 @@ class Keeper:
     def _readable(self, client: Client) -> None:
         if client not in self._clients:
             return
+        if client.rejection is not None:
+            # Its frame is taken, unread: closing a socket that has data in it would destroy the answer.
+            with contextlib.suppress(OSError):
+                client.sock.recv(1)
+            self._send(client, client.rejection)
+            self._drop_client(client)
+            return
         try:
             got = protocol.recv_request(client.sock, protocol.FDS_MAX)
         except BlockingIOError:
             return
         except ProtocolError as error:
-            self._send(client, protocol.failed(0, error))
-            if error.expected is None or not isinstance(error.got, int) or not isinstance(error.expected, int):
+            self._send(client, protocol.failed(getattr(error, "serial", 0), error))
+            if not getattr(error, "usable", False):
                 self._drop_client(client)  # not our protocol: nothing after it can be trusted
             return
         except OSError:
@@ -322,35 +366,41 @@ class Keeper:
     def _attach(self, client: Client, request: protocol.Attach) -> None:
         manifest, rank = Manifest.from_dict(request.manifest), Rank.from_dict(request.rank)
         index = rank.index(manifest.topology)
-        _check_attach(request)
-        for session in self._sessions.values():
-            if session.attach_id == request.attach_id and session.process.key == client.process.key:
-                self._adopt(client, session)
-                self._answer_attach(client, session, request.serial)  # asked again: the first answer was lost
-                return
+        _check_attach(request, manifest)
+        if client.process is None:
+            reason = "this kernel gives no proof of a worker's end (no SO_PEERPIDFD, and pidfd_open is refused)"
+            self._refuse(client, request, reason, None)
+            return
+        known = self._session_by(client, request.attach_id)
+        if known is not None:  # asked again: the first answer was lost
+            self._adopt(client, known)
+            self._answer(client, known, request.serial)
+            return
         self._reap_dead_writers()
+        nbytes = accounting.part_nbytes(request.blocks, manifest.block_bytes)
         key = (request.group, rank.dp)
         group = self._groups.get(key)
-        reason = "new"
         if group is not None:
-            differences = compare(group.manifest, manifest, across_pp=group.pp != rank.pp)
-            kept = group.parts.get(index)
-            if kept is not None:
-                differences = {**compare(kept.manifest, manifest), **differences}
-            if group.blocks != request.blocks:
-                differences["blocks"] = (group.blocks, request.blocks)
+            differences = _compare(group, manifest, rank, request.blocks)
             if differences:
                 living = next((part.writer for part in group.parts.values() if part.writer), None)
                 if living is not None:
                     self._refuse(client, request, f"the group has another manifest: {describe(differences)}", living)
                     return
-                reason = f"the manifest changed: {describe(differences)}"
-                self._retire_group(group, reason)
-                group = None
+                refusal = self._room_refusal(nbytes, without=group)
+                if refusal:
+                    self._refuse(client, request, refusal, None)
+                    return
+                old, reason = group, f"the manifest changed: {describe(differences)}"
+                self._retire_group(old, reason)
+                group = self._groups[key] = Group(request.group, rank.dp, manifest, request.blocks)
+                if old.manifest.topology == manifest.topology:
+                    group.emptied = dict(old.emptied)
+                group.emptied[index] = reason
         if group is None:
-            group = self._groups[key] = Group(request.group, rank.dp, manifest, rank.pp, request.blocks)
+            group = self._groups[key] = Group(request.group, rank.dp, manifest, request.blocks)
         try:
-            self._attach_in(client, request, group, manifest, rank, index, reason)
+            self._attach_in(client, request, group, manifest, rank, index, nbytes)
         finally:
             self._forget_if_empty(group)
 
@@ -362,189 +412,209 @@ class Keeper:
         manifest: Manifest,
         rank: Rank,
         index: int,
-        reason: str,
+        nbytes: int,
     ) -> None:
         part = group.parts.get(index)
         if part is not None and part.writer is not None:
             self._refuse(client, request, "writer alive", part.writer)
             return
-        if part is not None and not part.sealed:
-            self._retire(part, "its layout was never sealed")
-            part = None
         if part is not None:
             damage = self._damage(part)
             if damage:
                 self._retire(part, damage)
-                part, reason = None, damage
+                part = None
+        offered, reason = "RESTORED", ""
         if part is None:
-            reason = group.emptied.pop(index, reason) if reason == "new" else reason
-            refusal = self._make_room(_part_nbytes(request.blocks, manifest.block_bytes))
+            refusal = self._room_refusal(nbytes)
             if refusal:
                 self._refuse(client, request, refusal, None)
                 return
-            part = self._create(group, manifest, rank, index, request)
-            offered = "EMPTY"
-        else:
-            offered, reason = "RESTORED", ""
+            self._make_room(nbytes)
+            offered, reason = "EMPTY", group.emptied.get(index, "new")
+            part = Part(
+                part_id=secrets.token_bytes(16),
+                group=group,
+                rank=rank,
+                index=index,
+                manifest=manifest,
+                blocks=request.blocks,
+                nbytes=nbytes,
+                donated=request.donate > 0,
+                data=[None] * max(1, request.donate),
+            )
+            if not part.donated:
+                data = part.data[0] = self._allocate(part, request.blocks * manifest.block_bytes, "data0")
+                try:
+                    self._build(part)
+                except BaseException:
+                    data.close()
+                    raise
+            self._parts[part.part_id] = part
+            group.parts[index] = part
+            group.by_pp.setdefault(rank.pp, manifest)
         session = self._admit(client, part, request, offered, reason)
-        if part.sealed:
-            self._answer_attach(client, session, request.serial)
-        else:
-            spr = -(-request.blocks // request.donate)
-            sizes = [
-                (min(request.blocks, (i + 1) * spr) - min(request.blocks, i * spr)) * manifest.block_bytes
-                for i in range(request.donate)
-            ]
-            self._send(client, protocol.NeedRegions(serial=request.serial, session=session.number, nbytes=sizes))
+        try:
+            if part.memory:
+                _backend.table_admit(part.memory.table, WRITER_ROW, session.number, WRITER)
+            self._answer(client, session, request.serial)
+        except BaseException:
+            # The peer is told of the error, and has no session then.
+            self._end_session(session)
+            if offered == "EMPTY" and part.part_id in self._parts:
+                self._retire(part, "")
+            raise
+        group.emptied.pop(index, None)
 
     def _refuse(self, client: Client, request: protocol.Attach, reason: str, holder: Session | None) -> None:
         pid = holder.process.pid if holder else 0
-        self._send(client, protocol.Refused(serial=request.serial, reason=reason, pid=pid, fields={}))
+        self._send(client, protocol.Refused(serial=request.serial, reason=protocol.clip(reason, 4096), pid=pid))
 
     def _damage(self, part: Part) -> str:
         """Open a waiting part anew, so that its superblock is checked again; say what is wrong."""
+        assert part.memory is not None
+        # With a lock memory of its own: a second fd of the part's would stay open as long as the part's table.
+        probe = allocate_named(self._provider, 1, f"kvreuse:{self.label}:probe")
         try:
-            _backend.table_close(self._open_table(part))
-        except KVReuseError as error:
-            kind = "incompatible" if isinstance(error, IncompatibleError) else "corrupt"
-            return f"{kind}: {error}"
+            _backend.table_close(self._open_table(part.memory.table_region, part.memory.claims_region, probe))
+        except IncompatibleError as error:
+            return f"incompatible: {error}"
+        except CorruptError as error:  # not what only says that this keeper lacks fds or memory
+            return f"corrupt: {error}"
+        finally:
+            probe.close()
         return ""
 
-    def _open_table(self, part: Part) -> int:
-        lock_fd = _backend.region_export(part.lock_region.handle)
+    def _open_table(self, table_region: Region, claims_region: Region, lock_region: Region) -> int:
+        lock_fd = _backend.region_export(lock_region.handle)
         try:
-            return _backend.table_open(part.table_region.handle, part.claims_region.handle, lock_fd, KEEPER, 0, -1, 0)
+            return int(_backend.table_open(table_region.handle, claims_region.handle, lock_fd, KEEPER, 0, -1, 0))
         except BaseException:
             os.close(lock_fd)
             raise
 
-    def _make_room(self, nbytes: int) -> str:
-        """Drop waiting parts, oldest first, until one more of `nbytes` fits the profile; say why it cannot."""
+    def _room_refusal(self, nbytes: int, without: Group | None = None) -> str:
+        """Say why one more part cannot be had even without waiting parts and group `without`; "" if it can."""
         limit, parts = self.profile.max_bytes(), self.profile.retention.max_parts
         if nbytes > limit:
             return f"the part needs {nbytes} bytes, [retention] max_bytes is {limit}"
-        while True:
-            used = sum(part.nbytes for part in self._parts.values())
-            if used + nbytes <= limit and len(self._parts) < parts:
-                return ""
-            waiting = [part for part in self._parts.values() if part.writer is None]
-            if not waiting:
-                return (
-                    f"the part needs {nbytes} bytes: {len(self._parts)} parts with {used} bytes have workers, "
-                    f"[retention] allows {parts} parts and {limit} bytes"
-                )
-            oldest = min(waiting, key=lambda part: part.waiting_since)
+        held = [part for part in self._parts.values() if part.writer is not None and part.group is not without]
+        used = sum(part.nbytes for part in held)
+        if used + nbytes <= limit and len(held) < parts:
+            return ""
+        return (
+            f"the part needs {nbytes} bytes: {len(held)} part(s) with {used} bytes have workers, "
+            f"[retention] allows {parts} part(s) and {limit} bytes"
+        )
+
+    def _make_room(self, nbytes: int) -> None:
+        """Drop waiting parts, oldest first, until one more of `nbytes` fits the profile."""
+        limit, parts = self.profile.max_bytes(), self.profile.retention.max_parts
+        waiting = sorted((p for p in self._parts.values() if p.writer is None), key=lambda part: part.waiting_since)
+        for oldest in waiting:
+            if sum(part.nbytes for part in self._parts.values()) + nbytes <= limit and len(self._parts) < parts:
+                return
             self._retire(oldest, "dropped to make room for another part")
 
-    def _create(
-        self, group: Group, manifest: Manifest, rank: Rank, index: int, request: protocol.Attach
-    ) -> Part:
-        part_id = secrets.token_bytes(16)
-        regions = max(1, request.donate)
-        described = msgspec.msgpack.encode(
-            {
-                "group": group.name,
-                "dp": group.dp,
-                "rank": rank.to_dict(),
-                "manifest": manifest.to_dict(),
-                "provider": request.provider,
-                "donated": request.donate,
-                "label": self.label,
-            }
-        )
-        layout = _backend.table_layout(request.blocks, len(described))
+    def _allocate(self, part: Part, nbytes: int, what: str) -> Region:
+        return allocate_named(self._provider, nbytes, f"kvreuse:{self.label}:{part.part_id.hex()[:8]}:{what}")
+
+    def _build(self, part: Part) -> None:
+        """Make the rest of a part's memory and its table, once all of its data is there; then its layout is sealed."""
         made: list[Region] = []
-
-        def allocate(nbytes: int, what: str) -> Region:
-            name = f"kvreuse:{self.label}:{part_id.hex()[:8]}:{what}"
-            made.append(allocate_named(self._provider, nbytes, name))
-            return made[-1]
-
         table = 0
         try:
-            table_region = allocate(layout.table_nbytes, "table")
-            claims_region = allocate(layout.claims_nbytes, "claims")
-            lock_region = allocate(1, "lock")
-            data: list[Region | None] = [None] * regions
-            if not request.donate:
-                data[0] = allocate(request.blocks * manifest.block_bytes, "data0")
+            made.append(self._allocate(part, _backend.table_layout(part.blocks, 0).claims_nbytes, "claims"))
+            made.append(self._allocate(part, 1, "lock"))
+            # The table's own region id is filled in below: the table's size depends on this text's.
+            described = self._describe_memory(part, bytes(16), *made)
+            layout = _backend.table_layout(part.blocks, len(described))
+            made.append(self._allocate(part, layout.table_nbytes, "table"))
+            claims_region, lock_region, table_region = made
+            region_id = _backend.region_info(table_region.handle).region_id
             _backend.table_create(
                 table_region.handle,
                 claims_region.handle,
-                part_id,
-                request.blocks,
-                manifest.block_bytes,
-                regions,
-                described,
+                part.part_id,
+                part.blocks,
+                part.manifest.block_bytes,
+                len(part.data),
+                self._describe_memory(part, region_id, claims_region, lock_region),
             )
-            part = Part(
-                part_id,
-                group,
-                rank,
-                index,
-                manifest,
-                request.blocks,
-                _part_nbytes(request.blocks, manifest.block_bytes),
-                table_region,
-                claims_region,
-                lock_region,
-                data,
-            )
-            table = part.table = self._open_table(part)
-            if not request.donate:
-                self._seal(part)
+            table = self._open_table(table_region, claims_region, lock_region)
+            _backend.table_set_state(table, LAYOUT_SEALED)
         except BaseException:
             if table:
                 _backend.table_close(table)
             for region in made:
                 region.close()
             raise
-        self._parts[part_id] = part
-        group.parts[index] = part
-        return part
+        part.memory = Memory(table_region, claims_region, lock_region, table)
 
-    def _seal(self, part: Part) -> None:
-        _backend.table_set_state(part.table, LAYOUT_SEALED)
-        part.sealed = True
+    def _describe_memory(self, part: Part, table_id: bytes, claims_region: Region, lock_region: Region) -> bytes:
+        """All that a keeper needs to know the part again from its fds alone; kept in the part's manifest area."""
+        return msgspec.msgpack.encode(
+            {
+                "version": 1,
+                "label": self.label,
+                "group": part.group.name,
+                "dp": part.group.dp,
+                "rank": part.rank.to_dict(),
+                "manifest": part.manifest.to_dict(),
+                "provider": "host",
+                "donated": part.donated,
+                "table_region_id": table_id,
+                "claims": _record(claims_region),
+                "lock": _record(lock_region),
+                "data": [_record(region) for region in part.data if region],
+            }
+        )
 
-    def _admit(
-        self, client: Client, part: Part, request: protocol.Attach, offered: str, reason: str
-    ) -> Session:
+    def _admit(self, client: Client, part: Part, request: protocol.Attach, offered: str, reason: str) -> Session:
+        assert client.process is not None
         process = self._watch(client.process)
-        number = next(self._sessions_seen)
-        _backend.table_admit(part.table, 0, number, WRITER)
-        session = Session(number, part, process, request.attach_id, 0, client, offered, reason)
+        session = Session(next(self._sessions_seen), part, process, request.attach_id, client, offered, reason)
         part.writer = session
         part.last_pid = process.pid
-        self._sessions[number] = session
-        client.sessions.add(number)
+        self._sessions[session.number] = session
+        client.sessions.add(session.number)
         return session
 
-    def _answer_attach(self, client: Client, session: Session, serial: int) -> None:
+    def _answer(self, client: Client, session: Session, serial: int) -> None:
+        if session.part.memory:
+            self._send_part(client, session, serial)
+        else:
+            self._ask_regions(client, session, serial)
+
+    def _ask_regions(self, client: Client, session: Session, serial: int) -> None:
         part = session.part
-        regions = [part.table_region, part.claims_region, part.lock_region, *(r for r in part.data if r)]
-        records = []
-        for region in regions:
-            info = _backend.region_info(region.handle)
-            unsealed = region.observe().seals in (None, 0)
-            records.append(
-                (info.nbytes, info.physical_nbytes, info.region_id, info.device, info.inode, unsealed)
-            )
-        del records[2]  # the lock is used by its fd, never mapped
+        for region in part.data:  # of a donation whose connection was cut: it starts again
+            if region is not None:
+                region.close()
+        part.data = [None] * len(part.data)
+        sizes = [slots * part.manifest.block_bytes for slots in accounting.region_slots(part.blocks, len(part.data))]
+        self._send(client, protocol.NeedRegions(serial=serial, session=session.number, nbytes=sizes))
+
+    def _send_part(self, client: Client, session: Session, serial: int) -> None:
+        part, memory = session.part, session.part.memory
+        assert memory is not None
+        data = [region for region in part.data if region]
+        regions = [memory.table_region, memory.claims_region, memory.lock_region, *data]
+        # The lock is used by its fd, never mapped: it has no record.
+        records = [_record(region) for region in (memory.table_region, memory.claims_region, *data)]
         fds: list[int] = []
         try:
-            fds.extend(_backend.region_export(region.handle) for region in regions)
-            first = fds[: protocol.FDS_MAX]
+            fds.extend(int(_backend.region_export(region.handle)) for region in regions)
+            size = protocol.FDS_MAX
             self._send(
                 client,
                 protocol.Attached(
                     serial=serial,
                     part_id=part.part_id,
                     session=session.number,
-                    row=session.row,
+                    row=WRITER_ROW,
                     offered=session.offered,
-                    reason=session.reason,
-                    records=records,
+                    reason=protocol.clip(session.reason, 4096),
+                    records=records[: size - 1],
                     blocks=part.blocks,
                     block_bytes=part.manifest.block_bytes,
                     lock_wait_ns=int(self.profile.table.lock_wait_s * 1e9),
@@ -553,47 +623,79 @@ class Keeper:
                     checksum=self.profile.checksum.when,
                     fd_count=len(fds),
                 ),
-                first,
+                fds[:size],
             )
-            for start in range(len(first), len(fds), protocol.FDS_MAX):
-                self._send(client, protocol.MoreFds(serial=serial), fds[start : start + protocol.FDS_MAX])
+            for start in range(size, len(fds), size):
+                more = protocol.MoreFds(serial=serial, records=records[start - 1 : start - 1 + size])
+                self._send(client, more, fds[start : start + size])
         finally:
             protocol.close_fds(fds)
 
     def _donate(self, client: Client, request: protocol.Donate, fd: int) -> None:
         session = self._session_of(client, request.session)
         part = session.part
-        if part.sealed or not 0 <= request.index < len(part.data) or part.data[request.index] is not None:
+        if part.memory or not 0 <= request.index < len(part.data) or part.data[request.index] is not None:
             raise protocol.protocol_error(f"region {request.index} was not asked for")
         nbytes, physical_nbytes, region_id, device, inode, _ = request.record
+        needed = accounting.region_slots(part.blocks, len(part.data))[request.index] * part.manifest.block_bytes
+        if nbytes < needed:
+            raise _status.make_text(-5, f"region {request.index} has {nbytes} bytes: the part needs {needed} there")
+        extra = max(0, physical_nbytes - needed)
+        used, limit = sum(item.nbytes for item in self._parts.values()), self.profile.max_bytes()
+        if used + extra > limit:
+            raise _status.make_text(
+                -10,
+                f"region {request.index} has {extra} bytes more than the part needs: max_bytes is {limit}, {used} held",
+            )
         flags = IMPORT_ALLOW_UNSEALED if self.profile.handles.file_fallback else 0
         info = _backend.region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags)
-        part.data[request.index] = Region("host", info.handle, {})
-        if all(part.data):
-            self._seal(part)
-            self._answer_attach(client, session, request.serial)
-        else:
+        region = Region("host", info.handle, {})
+        if info.access != int(Access.READ_WRITE):
+            region.close()
+            raise _status.make_text(
+                -8, f"region {request.index} was given for reading only: a writer needs to write it"
+            )
+        part.data[request.index] = region
+        part.nbytes += extra
+        if not all(part.data):
             self._send(client, protocol.Done(serial=request.serial, value=request.index))
+            return
+        self._build(part)
+        assert part.memory is not None
+        _backend.table_admit(part.memory.table, WRITER_ROW, session.number, WRITER)
+        self._send_part(client, session, request.serial)
 
     def _confirm(self, client: Client, request: protocol.Confirm) -> None:
         session = self._session_of(client, request.session)
-        if not session.part.sealed:
+        if session.part.memory is None:
             raise protocol.protocol_error("the part's layout is not sealed")
-        session.confirmed, session.blocks = request.kind, request.blocks
-        if request.kind == "EMPTY" and request.reason not in ("new", ""):
-            self._note_emptied(session.part, request.reason)
+        if request.kind not in ("RESTORED", "EMPTY"):
+            raise protocol.protocol_error("an outcome is RESTORED or EMPTY", "RESTORED or EMPTY", request.kind)
+        if not session.confirmed:
+            session.ready_at = time.monotonic()
+            if session.offered == "RESTORED" and request.kind == "EMPTY":
+                self._note_emptied(session.part, request.reason)
+        session.confirmed = request.kind
         self._send(client, protocol.Done(serial=request.serial))
         self._tell_waiters()
 
     # ---- sessions ----
 
+    def _session_by(self, client: Client, attach_id: bytes) -> Session | None:
+        for session in self._sessions.values():
+            if session.attach_id == attach_id and client.process and session.process.key == client.process.key:
+                return session
+        return None
+
     def _session_of(self, client: Client, number: int) -> Session:
         session = self._sessions.get(number)
-        if session is None or session.process.key != client.process.key:
+        if session is None or client.process is None or session.process.key != client.process.key:
             raise _status.make_text(-18, f"session {number} is not open, or is another process's: attach again")
         return session
 
     def _adopt(self, client: Client, session: Session) -> None:
+        if session.client is not None:
+            session.client.sessions.discard(session.number)
         session.client = client
         client.sessions.add(session.number)
 
@@ -605,17 +707,17 @@ class Keeper:
         self._send(client, protocol.Done(serial=request.serial))
 
     def _goodbye(self, client: Client, request: protocol.Goodbye) -> None:
-        session = self._session_of(client, request.session)
-        session.part.died_at = time.monotonic()
-        self._end_session(session)
-        self._send(client, protocol.Done(serial=request.serial))
-        self._tell_waiters()
+        session = self._session_by(client, request.attach_id)
+        if session is not None:
+            session.part.died_at = time.monotonic()
+            self._end_session(session)
+        self._send(client, protocol.Done(serial=request.serial, value=int(session is not None)))
 
     def _watch(self, process: Process) -> Process:
         """Return the keeper's own Process of the same process, with its pidfd in the loop."""
         known = self._watched.get(process.key)
         if known is None:
-            known = self._watched[process.key] = Process(process.pid, os.dup(process.pidfd))
+            known = self._watched[process.key] = process.copy()
             self._selector.register(known.pidfd, selectors.EVENT_READ, lambda: self._gone(known))
         return known
 
@@ -629,7 +731,6 @@ class Keeper:
             session.part.died_at = now
             self._end_session(session)
         process.close()
-        self._tell_waiters()
 
     def _reap_dead_writers(self) -> None:
         """Notice at once what the loop would notice next."""
@@ -638,20 +739,27 @@ class Keeper:
                 self._gone(process)
 
     def _end_session(self, session: Session) -> None:
+        """The writer is gone for good: by goodbye, or by proof."""
         part = session.part
-        del self._sessions[session.number]
-        if session.client is not None:
-            session.client.sessions.discard(session.number)
+        self._forget_session(session)
         part.writer = None
         part.waiting_since = time.monotonic()
-        _backend.table_drop(part.table, session.row, session.number)
-        if not any(item.process is session.process for item in self._sessions.values()):
-            self._unwatch(session.process)
-        if not part.sealed or not self.profile.reuse.enabled:
-            self._retire(part, "" if part.sealed else "its layout was never sealed")
+        if part.memory is None:
+            self._retire(part, "")  # never sealed: nobody had it, so nothing was lost
+            return
+        _backend.table_drop(part.memory.table, WRITER_ROW, session.number)
+        if not self.profile.reuse.enabled:
+            self._retire(part, "")
             return
         self._recover(part, RECOVER_TRIES)
         self._later(self.profile.retention.ttl_s, lambda: self._expire(part))
+
+    def _forget_session(self, session: Session) -> None:
+        del self._sessions[session.number]
+        if session.client is not None:
+            session.client.sessions.discard(session.number)
+        if not any(item.process is session.process for item in self._sessions.values()):
+            self._unwatch(session.process)
 
     def _unwatch(self, process: Process) -> None:
         if self._watched.pop(process.key, None) is not None:
@@ -659,51 +767,54 @@ class Keeper:
             process.close()
 
     def _recover(self, part: Part, tries: int) -> None:
-        """Free what a gone writer left unfinished; a reader may hold the lock, so try again later. A new writer's restore does the same."""
-        if part.writer is not None or self._parts.get(part.part_id) is not part:
+        """Free what a gone writer left unfinished. A reader may hold the lock: then later, or by a new writer."""
+        if part.writer is not None or part.memory is None or self._parts.get(part.part_id) is not part:
             return
         try:
-            _backend.table_recover(part.table)
-        except WaitTimeoutError:
+            _backend.table_recover(part.memory.table)
+        except CorruptError as error:
+            self._retire(part, f"corrupt: {error}")
+        except KVReuseError:
             if tries:
                 self._later(RECOVER_RETRY_S, lambda: self._recover(part, tries - 1))
-        except KVReuseError as error:
-            self._retire(part, f"corrupt: {error}")
 
     def _expire(self, part: Part) -> None:
-        ttl = self.profile.retention.ttl_s
-        if self._parts.get(part.part_id) is part and part.writer is None:
-            if time.monotonic() - part.waiting_since >= ttl:
-                self._retire(part, "expired")
+        waited = time.monotonic() - part.waiting_since
+        if self._parts.get(part.part_id) is part and part.writer is None and waited >= self.profile.retention.ttl_s:
+            self._retire(part, "expired")
 
     # ---- giving memory back ----
 
     def _retire(self, part: Part, reason: str) -> None:
-        """Free a part: RETIRED first, so that who still maps it learns that it is over, then close."""
+        """Free a part: RETIRED first, so that who maps it learns that it is over. The next attach is told `reason`."""
         del self._parts[part.part_id]
         part.group.parts.pop(part.index, None)
         if part.writer is not None:
-            session = part.writer
+            self._forget_session(part.writer)
             part.writer = None
-            del self._sessions[session.number]
-            if session.client is not None:
-                session.client.sessions.discard(session.number)
-            if not any(item.process is session.process for item in self._sessions.values()):
-                self._unwatch(session.process)
-        with contextlib.suppress(KVReuseError):
-            _backend.table_set_state(part.table, RETIRED)
-        _backend.table_close(part.table)
-        for region in (part.table_region, part.claims_region, part.lock_region, *part.data):
-            if region is not None:
-                region.close()
-        if reason and part.sealed:
+        regions = [region for region in part.data if region is not None]
+        if part.memory is not None:
+            memory, part.memory = part.memory, None
+            with contextlib.suppress(KVReuseError):
+                _backend.table_set_state(memory.table, RETIRED)
+            _backend.table_close(memory.table)
+            regions += [memory.table_region, memory.claims_region, memory.lock_region]
+        part.data = [None] * len(part.data)
+        for region in regions:
+            region.close()
+        if reason:
             part.group.emptied[part.index] = reason
             self._note_emptied(part, reason)
         self._forget_if_empty(part.group)
 
     def _note_emptied(self, part: Part, reason: str) -> None:
         self._last_emptied.append(
-            {"group": part.group.name, "dp": part.group.dp, "rank": part.rank.to_dict(), "reason": reason}
+            {
+                "group": part.group.name,
+                "dp": part.group.dp,
+                "rank": part.rank.to_dict(),
+                "reason": protocol.clip(reason),
+            }
         )
 
     def _retire_group(self, group: Group, reason: str) -> None:
@@ -712,9 +823,14 @@ class Keeper:
         self._groups.pop((group.name, group.dp), None)
 
     def _forget_if_empty(self, group: Group) -> None:
-        # A group whose parts were lost is remembered, so that the next attach of each rank says why.
-        if not group.parts and not group.emptied and self._groups.get((group.name, group.dp)) is group:
+        # A group whose parts were lost is remembered, so that the next attach of each rank says why; not without bound.
+        if group.parts or self._groups.get((group.name, group.dp)) is not group:
+            return
+        if not group.emptied:
             del self._groups[group.name, group.dp]
+        empty = [key for key, item in self._groups.items() if not item.parts]
+        for key in empty[: max(0, len(empty) - EMPTY_GROUPS_MAX)]:
+            del self._groups[key]
 
     def _release(self, client: Client, request: protocol.Release) -> None:
         if request.part_id:
@@ -723,7 +839,9 @@ class Keeper:
                 raise _status.make_text(-1, f"part {request.part_id.hex()} is not here")
             if part.writer is not None:
                 pid = part.writer.process.pid
-                raise _status.make_text(-12, f"part {request.part_id.hex()[:8]} has a worker (pid {pid}): stop that first")
+                raise _status.make_text(
+                    -12, f"part {request.part_id.hex()[:8]} has a worker (pid {pid}): stop that first"
+                )
             chosen = [part]
         else:
             chosen = [part for part in self._parts.values() if part.writer is None]
@@ -733,52 +851,62 @@ class Keeper:
 
     # ---- telling ----
 
-    def _ranks(self, name: str, dp: int) -> tuple[bool, str, list[dict[str, Any]]]:
-        group = self._groups.get((name, dp))
-        if group is None:
-            return False, f"group {name!r} (dp {dp}) does not exist: no worker attached yet", []
-        ranks = []
-        for rank in group.manifest.topology.ranks(dp):
-            index = rank.index(group.manifest.topology)
-            part = group.parts.get(index)
-            session = part.writer if part else None
-            if part is None:
-                reason = f"missing: {group.emptied[index]}" if index in group.emptied else "missing"
-            elif session is None:
-                reason = f"exited: its worker (pid {part.last_pid}) is gone and none has replaced it"
-            elif session.process.gone():
-                reason = f"exited: its worker (pid {session.process.pid}) is gone"
-            elif not part.sealed:
-                reason = "its layout is not sealed"
-            elif not session.confirmed:
-                reason = "attaching"
-            else:
-                reason = ""
-            ranks.append(
-                {
-                    "index": index,
-                    "rank": rank.to_dict(),
-                    "ready": not reason,
-                    "reason": reason,
-                    "pid": session.process.pid if session else 0,
-                    "blocks": part.blocks if part else 0,
-                    "died_at": part.died_at if part else 0.0,
-                }
-            )
-        bad = {rank["index"]: rank["reason"] for rank in ranks if not rank["ready"]}
-        return not bad, "; ".join(f"rank {index}: {reason}" for index, reason in bad.items()), ranks
+    def _rank_reason(self, group: Group, index: int) -> str:
+        """Why a rank is not ready (R4); "" if it is."""
+        part = group.parts.get(index)
+        if part is None:
+            return f"missing: {group.emptied[index]}" if index in group.emptied else "missing"
+        session = part.writer
+        if session is None:
+            return f"exited: its worker (pid {part.last_pid}) is gone and none has replaced it"
+        if session.process.gone():
+            return f"exited: its worker (pid {session.process.pid}) is gone"
+        if part.memory is None:
+            return "its layout is not sealed"
+        return "" if session.confirmed else "attaching"
+
+    def _is_ready(self, group: Group | None) -> bool:
+        if group is None or len(group.parts) < group.manifest.topology.size:
+            return False
+        return not any(self._rank_reason(group, index) for index in group.parts)
 
     def _readiness(self, client: Client, request: protocol.GetReadiness) -> None:
-        ready, reason, ranks = self._ranks(request.group, request.dp)
-        if ready or request.wait_s <= 0:
+        group = self._groups.get((request.group, request.dp))
+        ready = self._is_ready(group)
+        if not ready and request.wait_s > 0:
+            waiter = Waiter(client, request)
+            self._waiters.append(waiter)
+            self._later(min(request.wait_s, WAIT_MAX_S), lambda: self._answer_waiter(waiter))
+            return
+        if group is None:
+            reason = f"group {request.group!r} (dp {request.dp}) does not exist: no worker attached yet"
             self._send(
                 client,
-                protocol.ReadinessReply(serial=request.serial, ready=ready, reason=reason, ranks=ranks),
+                protocol.ReadinessReply(
+                    serial=request.serial, ready=False, reason=protocol.clip(reason), manifest=None, ranks=[], next=-1
+                ),
             )
             return
-        waiter = Waiter(client, request)
-        self._waiters.append(waiter)
-        self._later(min(request.wait_s, 3600.0), lambda: self._answer_waiter(waiter))
+        size = group.manifest.topology.size
+        reasons = {} if ready else {index: self._rank_reason(group, index) for index in range(size)}
+        bad = [f"rank {index}: {protocol.clip(reason)}" for index, reason in reasons.items() if reason]
+        first = max(0, request.first)
+        page = itertools.islice(group.manifest.topology.ranks(group.dp), first, first + protocol.PAGE_RANKS)
+        ranks = [
+            accounting.rank_state(group, index, rank, protocol.clip(reasons.get(index, "")))
+            for index, rank in enumerate(page, first)
+        ]
+        self._send(
+            client,
+            protocol.ReadinessReply(
+                serial=request.serial,
+                ready=ready,
+                reason=protocol.clip("; ".join(bad), 4096),
+                manifest=group.manifest.to_dict() if first == 0 else None,
+                ranks=ranks,
+                next=first + len(ranks) if first + len(ranks) < size else -1,
+            ),
+        )
 
     def _answer_waiter(self, waiter: Waiter) -> None:
         if waiter in self._waiters:
@@ -787,13 +915,14 @@ class Keeper:
 
     def _tell_waiters(self) -> None:
         for waiter in list(self._waiters):
-            if self._ranks(waiter.request.group, waiter.request.dp)[0]:
+            if self._is_ready(self._groups.get((waiter.request.group, waiter.request.dp))):
                 self._answer_waiter(waiter)
 
     def _status(self, client: Client, request: protocol.GetStatus) -> None:
         parts = list(self._parts.values())
-        page = parts[max(0, request.first) : max(0, request.first) + protocol.PAGE_PARTS]
-        end = max(0, request.first) + len(page)
+        first = max(0, request.first)
+        page = parts[first : first + protocol.PAGE_PARTS]
+        end = first + len(page)
         summary = {
             "version": _version.__version__,
             "pid": os.getpid(),
@@ -801,8 +930,7 @@ class Keeper:
             "incarnation": self.incarnation,
             "reuse": self.profile.reuse_reason() or "on",
             "parts": len(parts),
-            "bytes": sum(part.nbytes for part in parts),
-            "waiting_bytes": sum(part.nbytes for part in parts if part.writer is None),
+            **accounting.totals(parts),
             "max_bytes": self.profile.max_bytes(),
             "clients": len(self._clients),
             "last_emptied": list(self._last_emptied)[-8:],
@@ -812,60 +940,47 @@ class Keeper:
             protocol.StatusPage(
                 serial=request.serial,
                 summary=summary,
-                parts=[self._describe(part) for part in page],
+                parts=[accounting.describe(part) for part in page],
                 next=end if end < len(parts) else -1,
             ),
         )
 
-    def _describe(self, part: Part) -> dict[str, Any]:
-        stats = _backend.table_stats(part.table)
-        session = part.writer
-        sessions = []
-        if session is not None:
-            sessions.append(
-                {
-                    "role": "writer",
-                    "session": session.number,
-                    "pid": session.process.pid,
-                    "start_time": session.process.start_time,
-                    "connected": session.client is not None,
-                    "outcome": session.confirmed,
-                }
-            )
-        return {
-            "part_id": part.part_id.hex(),
-            "group": part.group.name,
-            "dp": part.group.dp,
-            "rank": part.rank.to_dict(),
-            "state": "CREATING" if not part.sealed else "LIVE" if session else "WAITING",
-            "blocks": part.blocks,
-            "block_bytes": part.manifest.block_bytes,
-            "bytes": part.nbytes,
-            "sealed": stats.sealed_count,
-            "free": stats.free_count,
-            "claimed": stats.claimed_count,
-            "evicted_total": stats.evicted_total,
-            "sessions": sessions,
-        }
+
+def _record(region: Region) -> protocol.Record:
+    info = _backend.region_info(region.handle)
+    seals = _backend.region_observe(region.handle).seals
+    return info.nbytes, info.physical_nbytes, info.region_id, info.device, info.inode, seals <= 0
 
 
-def _part_nbytes(blocks: int, block_bytes: int) -> int:
-    layout = _backend.table_layout(blocks, 0)
-    # The claims are sparse: one row is what a part with one writer uses.
-    return blocks * block_bytes + layout.table_nbytes + layout.row_nbytes
+def _compare(group: Group, manifest: Manifest, rank: Rank, blocks: int) -> dict[str, tuple[Any, Any]]:
+    """Name the fields in which an attach differs from its group, with both values (R3)."""
+    kept = group.by_pp.get(rank.pp)
+    differences = compare(kept or group.manifest, manifest, across_pp=kept is None and bool(group.by_pp))
+    if group.blocks != blocks:
+        differences["blocks"] = (group.blocks, blocks)
+    return differences
 
 
-def _check_attach(request: protocol.Attach) -> None:
+def _check_attach(request: protocol.Attach, manifest: Manifest) -> None:
     if request.provider != "host":
         raise _status.make_text(-7, f"provider {request.provider!r} is not in this version: use host")
     if len(request.attach_id) != 16:
-        raise protocol.protocol_error("an attach id has 16 bytes", 16, len(request.attach_id))
+        raise protocol.protocol_error("an attach id has 16 bytes", 16, len(request.attach_id), usable=True)
     if not 1 <= len(request.group.encode()) <= GROUP_NBYTES_MAX:
-        raise _status.make_text(-6, f"a group's name has 1 to {GROUP_NBYTES_MAX} bytes: got {request.group!r}")
+        raise _range_error(f"a group's name has 1 to {GROUP_NBYTES_MAX} bytes: got {protocol.clip(request.group)!r}")
+    if manifest.topology.size > RANKS_MAX:
+        raise _range_error(f"a group has at most {RANKS_MAX} ranks: the topology has {manifest.topology.size}")
     if not 1 <= request.blocks <= 1 << 30:
-        raise _status.make_text(-6, f"blocks must be 1 to {1 << 30}: got {request.blocks}")
+        raise _range_error(f"blocks must be 1 to {1 << 30}: got {request.blocks}")
+    if request.blocks * manifest.block_bytes > BYTES_MAX:
+        raise _range_error(f"{request.blocks} blocks of {manifest.block_bytes} bytes are more than {BYTES_MAX} bytes")
     if not 0 <= request.donate <= min(DONATED_MAX, request.blocks):
-        raise _status.make_text(-6, f"a part of {request.blocks} blocks takes 1 to {DONATED_MAX} regions")
+        most = min(DONATED_MAX, request.blocks)
+        raise _range_error(f"a part of {request.blocks} block(s) takes 1 to {most} regions: got {request.donate}")
+
+
+def _range_error(text: str) -> RangeError:
+    return RangeError(text, status=-6, name="RANGE")
 
 
 # ---- the socket ----
@@ -873,26 +988,16 @@ def _check_attach(request: protocol.Attach) -> None:
 
 def _listen(path: str) -> tuple[socket.socket, int]:
     """Bind the socket; return it, and the locked fd of a file beside it that keeps a second keeper away."""
-    if len(os.fsencode(path)) > SOCKET_PATH_NBYTES:
-        raise StartError(f"the socket path has {len(os.fsencode(path))} bytes, at most {SOCKET_PATH_NBYTES} fit: {path}")
-    folder = os.path.dirname(os.path.abspath(path))
+    size = len(os.fsencode(path))
+    if size > SOCKET_PATH_NBYTES:
+        raise StartError(f"the socket path has {size} bytes, at most {SOCKET_PATH_NBYTES} fit: {path}", usage=True)
     try:
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        mode = os.stat(folder).st_mode
-        if mode & stat.S_IWOTH:
-            raise StartError(
-                f"{folder} is writable by everybody (mode {mode & 0o7777:o}): anybody could take the socket's place; "
-                "use a directory of mode 0700"
-            )
-        lock_fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _check_folder(os.path.dirname(os.path.abspath(path)))
+        lock_fd = _take_lock(path)
     except OSError as error:
         raise StartError(f"{path} cannot be used: {error.strerror}") from error
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
-        try:
-            fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartError(f"a keeper is running on {path}: stop it first, or use another path") from None
         # We hold the lock, so no keeper lives here: what is left of one is stale.
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.lstat(path).st_mode):
@@ -904,15 +1009,92 @@ def _listen(path: str) -> tuple[socket.socket, int]:
         finally:
             os.umask(before)
         listener.listen(128)
-    except StartError:
+    except (StartError, OSError) as error:
         listener.close()
+        with contextlib.suppress(OSError):
+            os.unlink(path + LOCK_SUFFIX)
         os.close(lock_fd)
-        raise
-    except OSError as error:
-        listener.close()
-        os.close(lock_fd)
+        if isinstance(error, StartError):
+            raise
         raise StartError(f"{path} cannot be used: {error.strerror}") from error
     return listener, lock_fd
+
+
+def _check_folder(folder: str) -> None:
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    found = os.stat(folder)
+    if found.st_mode & stat.S_IWOTH:
+        raise StartError(
+            f"{folder} is writable by everybody (mode {found.st_mode & 0o7777:o}): anybody could take the socket's "
+            "place; use a directory of mode 0700"
+        )
+    if found.st_uid not in (os.geteuid(), 0):
+        raise StartError(
+            f"{folder} belongs to uid {found.st_uid}, who could take the socket's place; use a directory of your own"
+        )
+
+
+def _take_lock(path: str) -> int:
+    """Lock the file beside the socket. One that its holder removed meanwhile protects nothing: look again."""
+    for _ in range(100):
+        fd = os.open(path + LOCK_SUFFIX, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(fd), os.stat(path + LOCK_SUFFIX)):
+                return fd
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(fd)
+            raise StartError(f"a keeper is running on {path}: stop it first, or use another path") from None
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    raise StartError(f"{path} is started and stopped by others all the time: use another path")
+
+
+def serve(path: str, profile: Profile | None = None, label: str | None = None) -> None:
+    """Run a keeper in this process until SIGTERM or SIGINT, or until idle for the profile's idle_exit_s.
+
+    Parameters
+    ----------
+    path : str
+        Where to listen: at most 107 bytes, in a directory that nobody else can write.
+    profile : Profile, optional
+        Without one, reuse is off.
+    label : str, optional
+        Stands in the names of the memory; default: random.
+
+    Raises
+    ------
+    StartError
+        It cannot listen there: a keeper runs there already, or the path or directory will not do.
+    """
+    label = label or secrets.token_hex(4)
+    # A part takes 5 fds or more.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    keeper = Keeper(path, profile or Profile.off(), profile is not None, label)
+    # A signal must wake the loop: select() is retried after a handler that returns.
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    try:
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        keeper._selector.register(wake_read, selectors.EVENT_READ, lambda: None)
+        before = [signal.signal(number, lambda *_: keeper.stop()) for number in signals]
+        try:
+            _say(f"ready on {path} (pid {os.getpid()}, label {label})", 0)
+            keeper.serve()
+        finally:
+            for number, handler in zip(signals, before, strict=True):
+                signal.signal(number, handler)
+    finally:
+        signal.set_wakeup_fd(-1)
+        keeper.close()
+        os.close(wake_read)
+        os.close(wake_write)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -920,31 +1102,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kvreuse keeper")
     parser.add_argument("--socket", required=True)
     parser.add_argument("--profile")
-    parser.add_argument("--label", default=secrets.token_hex(4))
+    parser.add_argument("--label")
     arguments = parser.parse_args(argv)
     label = arguments.label
-    if not 1 <= len(label) <= LABEL_NBYTES_MAX or not all(c.isalnum() or c in "-_." for c in label):
+    if label is not None and not (
+        1 <= len(label) <= LABEL_NBYTES_MAX and label.isascii() and all(c.isalnum() or c in "-_." for c in label)
+    ):
         return _say(f"--label {label!r}: expected 1 to {LABEL_NBYTES_MAX} letters, digits, '-', '_' or '.'", 2)
-    try:
-        profile = Profile.load(arguments.profile) if arguments.profile else Profile.off()
-    except KVReuseError as error:
-        return _say(str(error), 2)
     logging.basicConfig(stream=sys.stderr, format="kvreuse keeper: %(message)s")
     try:
-        keeper = Keeper(arguments.socket, profile, bool(arguments.profile), label)
+        serve(arguments.socket, Profile.load(arguments.profile) if arguments.profile else None, label)
+    except ProfileError as error:
+        return _say(str(error), 2)
     except StartError as error:
-        return _say(str(error), 1)
-    # A signal must wake the loop: select() is retried after a handler that returns.
-    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    keeper._selector.register(wake_read, selectors.EVENT_READ, lambda: None)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: keeper.stop())
-    _say(f"ready on {arguments.socket} (pid {os.getpid()}, label {label})", 0)
-    try:
-        keeper.serve()
-    finally:
-        keeper.close()
+        return _say(str(error), 2 if error.usage else 1)
     return 0
 
 

@@ -824,6 +824,21 @@ def test_a_readers_touch_is_looked_at_before_eviction(backend, part, writer, rea
     assert reserved.evicted == [D, A, C, B]
 
 
+def test_a_stale_block_does_not_hide_one_that_a_reader_touched(writer, reader):
+    """A block that was invalidated while claimed has a newer stamp and no rank: eviction finds what lies beside it."""
+    writer.store([A])
+    reader.touch([A])
+    writer.store([B])
+    writer.claim([B])
+    assert writer.invalidate([1], [1]) == 1
+    assert writer.evict(1) == 1
+    assert writer.match([A]) == 0
+    writer.store([C])
+    reader.touch([C])
+    assert len(writer.store(KEYS[3:] + [b"x"], EVICT).slots) == 6
+    assert writer.reserve([b"y", b"z"], EVICT).evicted == [C, D]
+
+
 def test_claims_keep_blocks(backend, part, writer, reader):
     """A claim of any session keeps a block; each session counts its own, and can release only its own."""
     writer.store([A, B])

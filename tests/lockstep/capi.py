@@ -1,4 +1,4 @@
-"""What Cython reads of include/kvreuse.h: kvreuse/_capi.pxd, the declarations, and kvreuse/_abi.pxi, what the compiler saw.
+"""What Cython reads of include/kvreuse.h: kvreuse/_capi.pxd (declarations), kvreuse/_abi.pxi (what the compiler saw).
 
 Cython does not compare widths with the header, so they are never written by hand.
 

@@ -1,0 +1,92 @@
+"""What a keeper says about what it holds: bytes of parts, status, ranks. Imports no numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from .._select import backend as _backend
+from . import protocol
+
+if TYPE_CHECKING:
+    from ..manifest import Rank
+    from .server import Group, Part
+
+
+def part_nbytes(blocks: int, block_bytes: int) -> int:
+    """Bytes that a part can come to use. The claims are sparse: a part with one writer touches one row."""
+    layout = _backend.table_layout(blocks, 0)
+    return int(blocks * block_bytes + layout.table_nbytes + layout.row_nbytes)
+
+
+def region_slots(blocks: int, regions: int) -> list[int]:
+    """Slots in each of a part's data regions: ceil(blocks / regions), until there are no more."""
+    each = -(-blocks // regions)
+    return [min(blocks, (i + 1) * each) - min(blocks, i * each) for i in range(regions)]
+
+
+def totals(parts: Iterable[Part]) -> dict[str, int]:
+    """Sum the bytes of parts, and of those without a worker."""
+    held = [(part.nbytes, part.writer is None) for part in parts]
+    return {"bytes": sum(size for size, _ in held), "waiting_bytes": sum(size for size, waits in held if waits)}
+
+
+def describe(part: Part) -> dict[str, Any]:
+    """Describe a part for status."""
+    session = part.writer
+    state = "CREATING" if part.memory is None else "LIVE" if session else "WAITING"
+    found = {
+        "part_id": part.part_id.hex(),
+        "group": part.group.name,
+        "dp": part.group.dp,
+        "rank": part.rank.to_dict(),
+        "state": state,
+        "blocks": part.blocks,
+        "block_bytes": part.manifest.block_bytes,
+        "bytes": part.nbytes,
+        "sealed": 0,
+        "free": 0,
+        "claimed": 0,
+        "evicted_total": 0,
+        "corrupt_total": 0,
+        "waiting_since": 0.0 if session else part.waiting_since,
+        "died_at": part.died_at,
+        "sessions": [],
+    }
+    if part.memory is not None:
+        stats = _backend.table_stats(part.memory.table)
+        found.update(
+            sealed=stats.sealed_count,
+            free=stats.free_count,
+            claimed=stats.claimed_count,
+            evicted_total=stats.evicted_total,
+            corrupt_total=stats.corrupt_total,
+        )
+    if session is not None:
+        found["sessions"] = [
+            {
+                "role": "writer",
+                "session": session.number,
+                "pid": session.process.pid,
+                "start_time": session.process.start_time,
+                "connected": session.client is not None,
+                "outcome": session.confirmed,
+            }
+        ]
+    return found
+
+
+def rank_state(group: Group, index: int, rank: Rank, reason: str) -> protocol.RankState:
+    """Describe one rank of a group; `reason` says why it is not ready."""
+    part = group.parts.get(index)
+    session = part.writer if part else None
+    return protocol.RankState(
+        index=index,
+        rank=rank.to_dict(),
+        ready=not reason,
+        reason=reason,
+        pid=session.process.pid if session else 0,
+        blocks=part.blocks if part else 0,
+        died_at=part.died_at if part else 0.0,
+        ready_at=session.ready_at if session else 0.0,
+    )
