@@ -333,6 +333,11 @@ class Table:
 
     # ---- reading ----
 
+    def next_epoch(self) -> None:
+        """Empty the part by one increment. Records carry the low 32 bits, of which 0 is never content."""
+        following = self.words[W_EPOCH] + 1
+        self.words[W_EPOCH] = following if following & LOW32 else following + 1
+
     def state(self, slot: int) -> int:
         return self.record_bytes[64 * slot + RECORD_STATE]
 
@@ -475,10 +480,15 @@ class Table:
         self.recency_insert(slot, self._neighbour(self.words[W_NEWEST]))
 
     def recency_sort_in(self, slot: int, recency: int) -> None:
-        """Put a slot where (recency, slot) belongs, looking from the newest."""
+        """Put a slot where (recency, slot) belongs, looking from the newest; stale slots stay at the oldest end."""
+        epoch = self.epoch()
         older = self._neighbour(self.words[W_NEWEST])
         for _ in range(self.slot_count):
-            if older < 0 or (self.record_words[8 * older + 5], older) <= (recency, slot):
+            if (
+                older < 0
+                or self.record_halves[16 * older + 12] != epoch
+                or (self.record_words[8 * older + 5], older) <= (recency, slot)
+            ):
                 return self.recency_insert(slot, older)
             older = self._neighbour(self.links[4 * older + 1])
         raise BrokenError
@@ -528,7 +538,7 @@ class Table:
         words, count, epoch, rows = self.words, self.slot_count, self.epoch(), self.rows()
         words[W_DIRTY] = 1
         writing: list[int] = []
-        sealed: list[tuple[int, int]] = []
+        sealed: list[tuple[bool, int, int]] = []  # stale slots come first
         free: list[int] = []
         content = bad = freed = stale_freed = 0
         states = self.record_bytes[RECORD_STATE::64].tobytes()
@@ -541,14 +551,14 @@ class Table:
                 record = self.record(slot)
                 if self.is_content(record, epoch):
                     content += 1
-                    sealed.append((self.record_words[8 * slot + 5], slot))
+                    sealed.append((True, self.record_words[8 * slot + 5], slot))
                     continue
                 is_bad = not 1 <= record[60] <= 32 or U32.unpack_from(record, 56)[0] != record_crc(record)
                 bad += is_bad
                 if self.is_claimed(slot, rows):
                     if is_bad:
                         self.forget(slot)
-                    sealed.append((self.record_words[8 * slot + 5], slot))
+                    sealed.append((False, self.record_words[8 * slot + 5], slot))
                     continue
                 stale_freed += not is_bad
                 self._set_free(slot, free)
@@ -558,8 +568,8 @@ class Table:
                 self._set_free(slot, free)
         links, words[W_FREE_HEAD] = free_links(count, free)
         sealed.sort()
-        self._index(links, [slot for _, slot in sealed], writing)
-        words[W_OLDEST], words[W_NEWEST] = (sealed[0][1], sealed[-1][1]) if sealed else (-1, -1)
+        self._index(links, [slot for _, _, slot in sealed], writing)
+        words[W_OLDEST], words[W_NEWEST] = (sealed[0][2], sealed[-1][2]) if sealed else (-1, -1)
         words[W_FREE], words[W_WRITING] = len(free), len(writing)
         words[W_SEALED], words[W_STALE] = content, len(sealed) - content
         words[W_CORRUPT] += bad

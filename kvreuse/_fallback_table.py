@@ -382,7 +382,7 @@ def _reset(call: Call, table: Table) -> None:
     words, epoch = table.words, table.epoch()
     content = sum(table.is_content(table.record(slot), epoch) for slot in range(table.slot_count))
     words[W_DIRTY] = 1
-    words[W_EPOCH] += 1
+    table.next_epoch()
     _, _, freed, _ = table.rebuild(keep_writing=False)
     words[W_CLEARED] += content
     words[W_FREED] += freed
@@ -1055,7 +1055,7 @@ def _clear(call: Call, table: Table) -> tuple[int, int]:
     _sweep(call, table)
     words, old, rows = table.words, table.epoch(), table.rows()
     words[W_DIRTY] = 1
-    words[W_EPOCH] += 1
+    table.next_epoch()
     words[W_STALE] += words[W_SEALED]
     words[W_SEALED] = 0
     removed = kept = 0

@@ -85,7 +85,7 @@ def _add_replay(commands: Any) -> None:
     replay = commands.add_parser(
         "replay",
         help="play a trace through a keeper and workers, and kill some of them",
-        description="Play a trace in Mooncake's format through a keeper and one worker process a rank, and check every hit.",
+        description="Play a trace in Mooncake's format through a keeper and one worker a rank, and check every hit.",
     )
     add = replay.add_argument
     add("trace", nargs="?", metavar="TRACE", help="JSON lines; without it a workload made here is played")

@@ -1,4 +1,4 @@
-"""`kvreuse replay`: the main job end to end. A keeper, one worker process a rank, a trace, and workers killed in the middle of it."""
+"""`kvreuse replay`: the main job end to end. A keeper, one worker a rank, a trace, and workers killed in its middle."""
 
 from __future__ import annotations
 
@@ -395,7 +395,8 @@ class Replay:
         self.socket_path = os.path.join(self.folder, "keeper.sock")
         if len(self.socket_path.encode()) > SOCKET_PATH_NBYTES:
             raise UsageError(
-                f"the temporary directory's path is too long for a socket ({self.socket_path}): set TMPDIR to a shorter one"
+                f"the temporary directory's path is too long for a socket ({self.socket_path}): "
+                "set TMPDIR to a shorter one"
             )
         text = PROFILE.format(
             # Room for the table and the claims beside the data.
@@ -405,9 +406,9 @@ class Replay:
         profile = os.path.join(self.folder, "profile.toml")
         Path(profile).write_text(text)
         self._say("reuse is off by default; this run declares its own profile:\n" + text.rstrip())
+        arguments = ["--socket", self.socket_path, "--profile", profile, "--label", self.label]
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "kvreuse.keeper", "--socket", self.socket_path, "--profile", profile]
-            + ["--label", self.label],
+            [sys.executable, "-m", "kvreuse.keeper", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             stderr=subprocess.PIPE,

@@ -24,8 +24,8 @@ def load(path: str | os.PathLike[str], limit: int | None = None) -> list[Ids]:
     Parameters
     ----------
     path : path
-        JSON lines with timestamp, input_length, output_length (numbers, 0 or more) and hash_ids (a list of integers from 0 to
-        2^63 - 1). Blank lines are skipped.
+        JSON lines with timestamp, input_length, output_length (numbers, 0 or more) and hash_ids (a list of integers
+        from 0 to 2^63 - 1). Blank lines are skipped.
     limit : int, optional
         Read only so many requests.
 

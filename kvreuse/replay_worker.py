@@ -1,7 +1,7 @@
 """One rank's worker of `kvreuse replay`: a process that attaches, and does with each request what an engine would.
 
-Started as `python -m kvreuse.replay_worker FD`, FD being its end of a socket pair. Messages are msgpack, each after its length
-(uint32, little endian). The worker ends when that socket does.
+Started as `python -m kvreuse.replay_worker FD`, FD being its end of a socket pair. Messages are msgpack, each after its
+length (uint32, little endian). The worker ends when that socket does.
 """
 
 from __future__ import annotations

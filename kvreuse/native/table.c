@@ -719,7 +719,7 @@ int32_t kvr_table_reset(int64_t handle)
         for (slot = 0; slot < table->super.slot_count; slot++)
             content += kvr_is_content(&table->records[slot], epoch);
         kvr_set_dirty(words);
-        kvr_store(&words->content_epoch, kvr_load(&words->content_epoch) + 1);
+        kvr_next_epoch(table);
         status = kvr_rebuild(table, 0, &rebuilt);
         if (!status) {
             words->cleared_total += content;

@@ -57,6 +57,13 @@ static inline int32_t kvr_is_slot(const kvr_table *table, int64_t slot) { return
 
 static inline uint32_t kvr_epoch(const kvr_table *table) { return (uint32_t)kvr_load(&table->words->content_epoch); }
 
+/* The one increment that empties a part. Records carry the low 32 bits, of which 0 is never content. */
+static inline void kvr_next_epoch(kvr_table *table)
+{
+    int64_t next = kvr_load(&table->words->content_epoch) + 1;
+    kvr_store(&table->words->content_epoch, (uint32_t)next ? next : next + 1);
+}
+
 /* ---- entering and leaving a call (table.c) ---- */
 int32_t kvr_table_enter(int64_t handle, const char *call, kvr_table **out);
 void kvr_table_leave(kvr_table *table);

@@ -166,13 +166,14 @@ int32_t kvr_recency_append(kvr_table *table, int64_t slot)
     return kvr_recency_insert(table, slot, table->words->lru_newest);
 }
 
-/* Put a slot where (recency, slot) belongs, looking from the newest. */
+/* Put a slot where (recency, slot) belongs, looking from the newest. Stale slots stay at the oldest end whatever their recency. */
 int32_t kvr_recency_sort_in(kvr_table *table, int64_t slot, int64_t recency)
 {
+    uint32_t epoch = kvr_epoch(table);
     int64_t steps, older = table->words->lru_newest;
     for (steps = 0; steps <= table->super.slot_count; steps++) {
         NEED(is_neighbour(table, older));
-        if (older < 0 || table->records[older].recency < recency ||
+        if (older < 0 || table->records[older].content_epoch != epoch || table->records[older].recency < recency ||
             (table->records[older].recency == recency && older <= slot))
             return kvr_recency_insert(table, slot, older);
         older = table->links[older].prev;
@@ -257,6 +258,7 @@ void kvr_layout_links(kvr_link *links, int64_t slot_count)
 /* ---- rebuilding ---- */
 
 typedef struct entry {
+    int64_t is_content; /* stale slots come first */
     int64_t recency;
     int64_t slot;
 } entry;
@@ -264,6 +266,8 @@ typedef struct entry {
 static int older_first(const void *left, const void *right)
 {
     const entry *a = left, *b = right;
+    if (a->is_content != b->is_content)
+        return a->is_content < b->is_content ? -1 : 1;
     if (a->recency != b->recency)
         return a->recency < b->recency ? -1 : 1;
     return a->slot < b->slot ? -1 : a->slot > b->slot;
@@ -333,6 +337,7 @@ int32_t kvr_rebuild(kvr_table *table, int32_t keep_writing, kvr_rebuilt *out)
     words->free_head = -1;
     for (slot = 0; slot < count; slot++) {
         kvr_link none = {-1, -1, -1, 0};
+        int64_t content = out->content;
         uint8_t state = judge(table, slot, &rows, epoch, keep_writing, out);
         links[slot] = none;
         if (state == KVR_SLOT_FREE) {
@@ -344,8 +349,8 @@ int32_t kvr_rebuild(kvr_table *table, int32_t keep_writing, kvr_rebuilt *out)
             last_free = slot;
             free_count++;
         } else if (state == KVR_SLOT_SEALED) {
-            sealed[sealed_count].recency = table->records[slot].recency;
-            sealed[sealed_count++].slot = slot;
+            entry found = {out->content != content, table->records[slot].recency, slot};
+            sealed[sealed_count++] = found;
         } else {
             writing_count++;
         }

@@ -1064,7 +1064,7 @@ int32_t kvr_table_clear(int64_t handle, int64_t *out_removed, int64_t *out_kept)
     old = kvr_epoch(table);
     kvr_rows_get(table, &rows);
     kvr_set_dirty(words);
-    kvr_store(&words->content_epoch, kvr_load(&words->content_epoch) + 1);
+    kvr_next_epoch(table);
     words->stale_count += words->sealed_count;
     words->sealed_count = 0;
     slot = words->lru_oldest;

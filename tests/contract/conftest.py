@@ -1,4 +1,4 @@
-"""Makes the leak guard cheap: a thousand tests each collect garbage twice, over all modules' objects if these stay in its view."""
+"""Makes the leak guard cheap: a thousand tests each collect garbage twice, else over the objects of all modules."""
 
 from __future__ import annotations
 

@@ -377,7 +377,7 @@ def test_backends_and_model_agree(operations):
 def test_backends_and_model_agree_over_long_runs():
     """H8: the same over a part that is full most of the time; every operation succeeds often and fails in its ways."""
     seen: Counter[tuple[str, str]] = Counter()
-    for seed in range(20):
+    for seed in range(25):
         seen += compare(random_operations(random.Random(seed), 300))
     for name in _WEIGHTS.keys() - {"recover"}:
         assert seen[name, "returned"] >= 8, f"{name} hardly ever succeeded: {seen}"
@@ -428,6 +428,67 @@ def test_backends_alternate_over_long_runs():
     for seed in range(100, 108):
         rng = random.Random(seed)
         alternate([list(random_operations(rng, 60)) for _ in range(5)])
+
+
+def test_batches_longer_than_one_hold_of_the_lock():
+    """H8: the fallback lets the lock go every 256 slots; that changes no result, no byte, nothing for the model."""
+    slot_count = 1200
+    rng = random.Random(17)
+    population = [rng.randbytes(rng.choice([8, 16, 32])) for _ in range(2200)]
+    model = TableModel(slot_count, WRITER_ID)
+    parts = [PartMemory(module, slot_count, 8) for module in MODULES]
+    try:
+        writers, readers = (
+            [part.open(module, *session) for part, module in zip(parts, MODULES, strict=True)]
+            for session in ((WRITER, WRITER_ID, 0), (READER, READER_ID, 1))
+        )
+
+        def both(sessions: list[Session], name: str, *arguments: Any) -> Any:
+            found = [outcome(getattr(session, name), *arguments) for session in sessions]
+            assert all(other == found[0] for other in found), f"{name}: {[str(f)[:500] for f in found]}"
+            images = [part.image() for part in parts]
+            assert all(image == images[0] for image in images), f"{name}: {difference(images[0], images[-1])}"
+            assert found[0][0] == "returned", f"{name}: {found[0]}"
+            return found[0][1]
+
+        for _ in range(8):
+            keys = rng.sample(population, rng.randint(300, 900))
+            keys += rng.choices(keys, k=20)
+            entries, gone = model.reserve(keys, evict=True)
+            reserved = both(writers, "reserve", keys, EVICT)
+            assert reserved.evicted == gone
+            model.assign(entries, reserved.slots, reserved.generations)
+            model.commit(*reserved[:2])
+            both(writers, "commit", reserved, CHECKSUM)
+            touched = rng.sample(population, 600)
+            assert both(readers, "touch", touched) == model.touch(READER_ID, touched)
+            assert both(writers, "touch", keys[:300]) == model.touch(WRITER_ID, keys[:300])
+            assert both(readers, "match", keys) == model.match(keys) == len(keys)
+            claimed = both(readers, "claim", keys)
+            assert claimed[0] == [block.slot for block in model.claim(READER_ID, keys)]
+            both(readers, "claim_slots", *claimed)
+            model.claim_slots(READER_ID, *claimed)
+            assert both(writers, "evict", 200, keys[:50]) == model.evict(200, keys[:50])
+            both(readers, "release", claimed[0] * 2)
+            model.release(READER_ID, claimed[0] * 2)
+            slots, generations = both(writers, "lookup", population[:700])
+            found = [(s, g) for s, g in zip(slots, generations, strict=True) if s >= 0][:40]
+            bad = ([s for s, _ in found], [g for _, g in found])
+            assert both(writers, "invalidate", *bad) == model.invalidate(*bad)
+            assert both(readers, "inventory", 333) == model.inventory()
+        named = rng.sample(range(slot_count), 600)
+        fresh = [b"named%d" % i for i in range(600)]
+        entries, gone = model.reserve(fresh, named=named)
+        reserved = both(writers, "reserve", fresh, 0, named)
+        assert reserved.evicted == gone
+        model.assign(entries, reserved.slots, reserved.generations)
+        assert both(writers, "abort", reserved) == model.abort(*reserved[:2]) == 600
+        both(readers, "claim", population)
+        assert both(writers, "clear") == model.clear()
+        assert both(writers, "restore").sealed_count == 0
+    finally:
+        for part in parts:
+            part.__exit__()
 
 
 # ---- bad arguments ----

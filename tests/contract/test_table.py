@@ -835,7 +835,7 @@ def test_a_stale_block_does_not_hide_one_that_a_reader_touched(writer, reader):
     assert writer.match([A]) == 0
     writer.store([C])
     reader.touch([C])
-    assert len(writer.store(KEYS[3:] + [b"x"], EVICT).slots) == 6
+    assert len(writer.store([*KEYS[3:], b"x"], EVICT).slots) == 6
     assert writer.reserve([b"y", b"z"], EVICT).evicted == [C, D]
 
 

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import uuid
-from pathlib import Path
 
 import pytest
+from replay_peers import marked
 
 from kvreuse import cli
 
@@ -25,17 +24,6 @@ def trace(tmp_path):
         return str(path)
 
     return write
-
-
-def marked(mark: str) -> list[str]:
-    """List the processes that carry the mark in their environment, but for this one: pid and command."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if mark.encode() in (process / "environ").read_bytes():
-                    found.append(f"{process.name} {(process / 'cmdline').read_bytes()!r}")
-    return found
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from unittest import mock
 
 import numpy as np
@@ -10,14 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model import replay_model
+from replay_peers import BLOCK_BYTES, open_part
 
 import kvreuse
 import kvreuse.parts
 import kvreuse.testing
 from kvreuse.replay_worker import Pattern, Player, id_of, keys_of
-
-BLOCK_BYTES = 24
-_numbers = itertools.count()
 
 
 @pytest.fixture(scope="module")
@@ -29,28 +27,9 @@ def keeper():
         yield connection
 
 
-def open_part(keeper, blocks):
-    manifest = kvreuse.Manifest(
-        model="m",
-        weights_id="w",
-        dtype="uint8",
-        block_tokens=1,
-        block_bytes=BLOCK_BYTES,
-        layers=1,
-        kv_heads=1,
-        head_dim=1,
-        layout="bytes",
-        hash_scheme="h",
-        hash_root="r",
-        topology=kvreuse.Topology(),
-    )
-    return keeper.attach(manifest, kvreuse.Rank(), blocks=blocks, group=f"player-{next(_numbers)}", timeout=20)
-
-
 @pytest.fixture
 def player_of(backend, keeper):
     """``with player_of(blocks) as (part, player):`` on the backend under test."""
-    import contextlib
 
     @contextlib.contextmanager
     def make(blocks, verify="all"):
@@ -87,7 +66,7 @@ REQUESTS = st.lists(st.lists(st.integers(0, 12), max_size=14), min_size=1, max_s
 
 
 def test_part_and_model_agree_step_by_step(backend, keeper):
-    """R1, I1: hits, blocks stored and evicted, in their order: repeats in a request, holes, longer than the part, one block."""
+    """R1, I1: hits, and blocks stored and evicted, in their order: repeats, holes, long requests, one block."""
 
     @settings(max_examples=60, deadline=None, database=None)
     @given(REQUESTS, st.integers(1, 10))
@@ -162,7 +141,7 @@ def test_stop_leaves_half_of_the_bytes(player_of):
 
 
 def test_hit_that_cannot_be_claimed_is_an_error(player_of):
-    """I1: the coordinator's count comes from matches of all ranks; a rank that then has less says so, but after a restart."""
+    """I1: a rank that has less than the matches of all ranks said is an error, but after a restart."""
     with player_of(4) as (_, player):
         player.play(ids_of([1]), 0)
         with pytest.raises(RuntimeError, match="matched 2 blocks, but only 1"):

@@ -27,9 +27,11 @@ def test_model_by_hand():
     """What no real trace has: each step counted on paper."""
     # A repeated id is stored once and, once there, counts each time it is asked for.
     assert replay_model.play([[1, 1, 2], [1, 1, 1]], 4) == replay_model.Counts(2, 6, 3, 0, 2)
-    # Beyond the cut nothing is stored; 3 is not, so only 1 and 2 hit.
-    assert replay_model.play([[1, 2, 3], [1, 2, 3]], 2) == replay_model.Counts(2, 6, 4, 0, 2)
-    # A hole: 2 is evicted by 9 before 1 is (the tail is older), so [1, 2, 3] hits 1 only, though 3 ... was older still.
-    assert replay_model.play([[1, 2], [1, 9], [1, 2, 9]], 2) == replay_model.Counts(3, 7, 2, 2, 4)
+    # Beyond the cut nothing is stored: the second time 1 and 2 hit, 3 does not.
+    assert replay_model.play([[1, 2, 3], [1, 2, 3]], 2) == replay_model.Counts(2, 6, 2, 0, 2)
+    # A tail is older than its head: 9 takes the place of 2, not of 1.
+    assert replay_model.play([[1, 2], [9], [1]], 2) == replay_model.Counts(3, 4, 1, 1, 3)
+    # A hole: 4 takes the place of 2; then 3, behind the hole, is no hit, and neither evicted nor written.
+    assert replay_model.play([[1, 2, 3], [3], [4], [1, 2, 3]], 3) == replay_model.Counts(4, 8, 2, 2, 5)
     # One block.
     assert replay_model.play([[1], [2], [2, 1], [1]], 1) == replay_model.Counts(4, 5, 1, 2, 3)
