@@ -143,6 +143,7 @@ extern "C" {
 #define KVR_IMPORT_ALLOW_UNSEALED 1 /* accept memory whose size the peer could change (file fallback) */
 #define KVR_REGION_NAME_NBYTES 200  /* largest name of a memfd, without the final NUL */
 #define KVR_REGION_ID_NBYTES 16
+#define KVR_PLACEMENT_COUNT_MAX 1024
 
 /* What went wrong in this thread's last failed call. */
 typedef struct kvr_error {
@@ -440,6 +441,15 @@ int32_t kvr_region_import(int32_t fd, int64_t nbytes, int64_t physical_nbytes, c
  * In: region.  Out: *out.  Owner: the caller owns *out.  After failure: nothing changed.
  * Errors: INVALID_HANDLE, STALE_HANDLE, SYSTEM_CALL.  Threads: any; does not block.  Since: 1 */
 int32_t kvr_region_observe(int64_t region, kvr_observation *out);
+
+/* Ask the kernel on which NUMA nodes a sample of the region's pages lies, through a mapping of it in this process.
+ * In: region; capacity 1..KVR_PLACEMENT_COUNT_MAX, the pages to look at, spread evenly from the first to the last.
+ * Out: *out_count = min(capacity, pages of the region), 0 if this process has no mapping of it; nodes[i] the node, or a negative
+ *   errno: -2 (ENOENT) where nothing was touched yet, through this mapping or at all.
+ * Owner: the array is the caller's.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(COUNT_RANGE), FORKED; SYSTEM_CALL, PERMISSION_DENIED or NOT_SUPPORTED by move_pages(2).
+ * Threads: any; takes the handle mutex for the call.  Since: 1 */
+int32_t kvr_region_placement(int64_t region, int64_t capacity, int64_t *nodes, int64_t *out_count);
 
 /* Map a region whole. Each call makes one more mapping, at an address of its own.
  * In: region; access READ or READ_WRITE; flags KVR_MAP_....

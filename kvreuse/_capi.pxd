@@ -112,6 +112,7 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_IMPORT_ALLOW_UNSEALED
     const int64_t KVR_REGION_NAME_NBYTES
     const int64_t KVR_REGION_ID_NBYTES
+    const int64_t KVR_PLACEMENT_COUNT_MAX
     const int64_t KVR_TABLE_MAGIC
     const int64_t KVR_TABLE_VERSION
     const int64_t KVR_KEY_NBYTES
@@ -324,6 +325,7 @@ cdef extern from "kvreuse.h" nogil:
     int32_t kvr_region_export(int64_t region, int32_t *out_fd) noexcept
     int32_t kvr_region_import(int32_t fd, int64_t nbytes, int64_t physical_nbytes, const uint8_t *region_id, uint64_t device, uint64_t inode, uint32_t flags, kvr_region_info *out) noexcept
     int32_t kvr_region_observe(int64_t region, kvr_observation *out) noexcept
+    int32_t kvr_region_placement(int64_t region, int64_t capacity, int64_t *nodes, int64_t *out_count) noexcept
     int32_t kvr_region_map(int64_t region, int32_t access, uint32_t flags, kvr_mapping_info *out) noexcept
     int32_t kvr_region_close(int64_t region) noexcept
     int32_t kvr_mapping_info_get(int64_t mapping, kvr_mapping_info *out) noexcept

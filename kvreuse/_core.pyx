@@ -322,6 +322,19 @@ def region_observe(region):
     )
 
 
+def region_placement(region, nodes):
+    cdef int64_t handle = _int64(region, "region")
+    cdef _Buffer places = _out_int64s(nodes, "nodes")
+    cdef int64_t *out = places.out_int64s()
+    cdef int64_t capacity = places.entries()
+    cdef int64_t count = 0
+    cdef int32_t status
+    with nogil:
+        status = kvr_region_placement(handle, capacity, out, &count)
+    _check(status)
+    return count
+
+
 def region_map(region, access, flags):
     cdef int64_t handle = _int64(region, "region")
     cdef int32_t wanted = _int32(access, "access")

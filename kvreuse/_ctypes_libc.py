@@ -86,6 +86,32 @@ def lock_holder(fd: int) -> int:
     return max(int(query.l_pid), 0)
 
 
+# ---- where pages are ----
+
+_MOVE_PAGES = {"x86_64": 279, "aarch64": 239}
+_move_pages = _libc["syscall"]  # another function object: its own argtypes
+_move_pages.argtypes = [
+    ctypes.c_long,
+    ctypes.c_int,
+    ctypes.c_ulong,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_int,
+]
+_move_pages.restype = ctypes.c_long
+
+
+def page_nodes(addresses: list[int]) -> list[int]:
+    """Return the NUMA node of each page, or a negative errno; moves nothing. Raises OSError."""
+    count = len(addresses)
+    pages, status = (ctypes.c_void_p * count)(*addresses), (ctypes.c_int * count)()
+    number = _MOVE_PAGES.get(platform.machine(), -1)
+    if _move_pages(number, 0, count, ctypes.addressof(pages), None, ctypes.addressof(status), 0) < 0:
+        raise OSError(ctypes.get_errno(), "move_pages")
+    return list(status)
+
+
 # ---- buffers ----
 
 

@@ -24,6 +24,7 @@ from ._fallback_host import (
     region_info,
     region_map,
     region_observe,
+    region_placement,
 )
 from ._fallback_table import (
     table_abort,
@@ -72,6 +73,7 @@ __all__ = [
     "region_info",
     "region_map",
     "region_observe",
+    "region_placement",
     "table_abort",
     "table_admit",
     "table_bind",

@@ -447,6 +447,29 @@ def region_observe(region: Any) -> _api.HostObservation:
     )
 
 
+def region_placement(region: Any, nodes: Any) -> int:
+    call = "region_placement"
+    handle = _status.as_integer(region, "region")
+    out = int64_view(nodes, "nodes", True)
+    capacity = len(out)
+    with lock:
+        thing = find(handle, Region, call)
+        if not 1 <= capacity <= c.KVR_PLACEMENT_COUNT_MAX:
+            values = (capacity, c.KVR_PLACEMENT_COUNT_MAX)
+            raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_COUNT_RANGE, values, call)
+        check_fork(call)
+        mapping = next((other for other in _objects if type(other) is Mapping and other.region is thing), None)
+        if mapping is None:
+            return 0
+        last = (mapping.nbytes - 1) // PAGE
+        count = min(last + 1, capacity)
+        pages = [mapping.address + (last * i // (count - 1) if count > 1 else 0) * PAGE for i in range(count)]
+        found = _step("move_pages", libc.page_nodes, pages)
+    for i, node in enumerate(found):
+        out[i] = node
+    return count
+
+
 def region_map(region: Any, access: Any, flags: Any) -> _api.MappingInfo:
     call = "region_map"
     handle = _status.as_integer(region, "region")

@@ -9,12 +9,14 @@ import mmap
 import os
 import select
 import socket
+import stat
 import struct
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +81,8 @@ class Observation:
     ----------
     nbytes, physical_nbytes : int
         Declared (carried with the handle), bytes.
+    file_type : str or None
+        "memory file" for a memfd or an unlinked file; anything else is no region of this library.
     observed_nbytes, allocated_nbytes : int or None
         Size of the memory, and how much of it has pages now, bytes.
     device, inode : int or None
@@ -87,16 +91,21 @@ class Observation:
         F_GET_SEALS bits.
     access : Access or None
         What the region's fd allows.
-    page_nbytes : int or None
-        Page size, bytes.
+    page_nbytes, huge_page_nbytes : int or None
+        The kernel's page size, and the page size that backs this memory if it is larger, bytes.
+    numa_nodes : mapping of int to int, or None
+        NUMA node to pages of a sample of at most 64, spread over the region; -1 counts pages that nothing has touched.
+    mapping_count, fd_count : int or None
+        Mappings of this memory in this process, and its open fds here, whoever made them.
     sources : mapping of str to str
-        For each observed field the call it came from; "carried" for declared ones.
+        For each field the call it came from; "carried" for declared ones.
     reasons : mapping of str to str
         For each field that is None, why; "kind" says why a weaker kind was granted, "memory" why it is no memfd.
     """
 
     nbytes: int
     physical_nbytes: int
+    file_type: str | None
     observed_nbytes: int | None
     allocated_nbytes: int | None
     device: int | None
@@ -104,8 +113,33 @@ class Observation:
     seals: int | None
     access: Access | None
     page_nbytes: int | None
+    huge_page_nbytes: int | None
+    numa_nodes: MappingProxyType[int, int] | None
+    mapping_count: int | None
+    fd_count: int | None
     sources: MappingProxyType[str, str]
     reasons: MappingProxyType[str, str]
+
+
+PLACEMENT_SAMPLE_PAGES = 64
+_SOURCES = MappingProxyType(
+    {
+        "nbytes": "carried",
+        "physical_nbytes": "carried",
+        "file_type": "fstat st_mode",
+        "observed_nbytes": "fstat st_size",
+        "allocated_nbytes": "fstat st_blocks",
+        "device": "fstat st_dev",
+        "inode": "fstat st_ino",
+        "seals": "fcntl F_GET_SEALS",
+        "access": "fcntl F_GETFL",
+        "page_nbytes": "sysconf _SC_PAGESIZE",
+        "huge_page_nbytes": "fstat st_blksize",
+        "numa_nodes": "move_pages without target nodes",
+        "mapping_count": "/proc/self/maps",
+        "fd_count": "/proc/self/fd",
+    }
+)
 
 
 def open_provider(name: str, profile: Profile | None = None) -> Provider:
@@ -448,9 +482,12 @@ class Region(_Owned):
         reasons = dict(self._notes)
         if seen.seals < 0:
             reasons["seals"] = "fcntl F_GET_SEALS failed: the file cannot have seals"
+        if seen.block_nbytes <= seen.page_nbytes:
+            reasons["huge_page_nbytes"] = "the memory is not backed by huge pages"
         return Observation(
             nbytes=self._nbytes,
             physical_nbytes=self._physical_nbytes,
+            file_type="memory file" if stat.S_ISREG(seen.file_mode) else oct(seen.file_mode),
             observed_nbytes=seen.file_nbytes,
             allocated_nbytes=seen.allocated_nbytes,
             device=seen.device,
@@ -458,21 +495,58 @@ class Region(_Owned):
             seals=None if seen.seals < 0 else seen.seals,
             access=Access(seen.access),
             page_nbytes=seen.page_nbytes,
-            sources=MappingProxyType(
-                {
-                    "nbytes": "carried",
-                    "physical_nbytes": "carried",
-                    "observed_nbytes": "fstat st_size",
-                    "allocated_nbytes": "fstat st_blocks",
-                    "device": "fstat st_dev",
-                    "inode": "fstat st_ino",
-                    "seals": "fcntl F_GET_SEALS",
-                    "access": "fcntl F_GETFL",
-                    "page_nbytes": "sysconf _SC_PAGESIZE",
-                }
-            ),
+            huge_page_nbytes=seen.block_nbytes if seen.block_nbytes > seen.page_nbytes else None,
+            numa_nodes=self._numa_nodes(reasons),
+            mapping_count=_count("mapping_count", reasons, _mappings_here, seen.device, seen.inode),
+            fd_count=_count("fd_count", reasons, _fds_here, seen.device, seen.inode),
+            sources=_SOURCES,
             reasons=MappingProxyType(reasons),
         )
+
+    def _numa_nodes(self, reasons: dict[str, str]) -> MappingProxyType[int, int] | None:
+        pages = array("q", bytes(8 * PLACEMENT_SAMPLE_PAGES))
+        try:
+            count = _backend.region_placement(self.handle, pages)
+        except KVReuseError as error:
+            reasons["numa_nodes"] = str(error)
+            return None
+        if not count:
+            reasons["numa_nodes"] = "the region is not mapped in this process"
+            return None
+        nodes: dict[int, int] = {}
+        for node in pages[:count]:
+            nodes[max(node, -1)] = nodes.get(max(node, -1), 0) + 1
+        return MappingProxyType(nodes)
+
+
+def _count(
+    field: str, reasons: dict[str, str], count: Callable[[int, int], int], device: int, inode: int
+) -> int | None:
+    try:
+        return count(device, inode)
+    except OSError as error:
+        reasons[field] = f"{error.filename}: {error.strerror}"
+        return None
+
+
+def _mappings_here(device: int, inode: int) -> int:
+    # /proc shows st_dev as hexadecimal major:minor.
+    wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
+    found = 0
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            _, _, _, dev, ino, *_ = line.split(None, 5)
+            found += dev == wanted and int(ino) == inode
+    return found
+
+
+def _fds_here(device: int, inode: int) -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the fd of the listing itself
+            status = os.fstat(int(name))
+            found += (status.st_dev, status.st_ino) == (device, inode)
+    return found
 
 
 class Mapping(_Owned):

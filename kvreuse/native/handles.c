@@ -184,6 +184,17 @@ int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **ou
     return KVR_OK;
 }
 
+kvr_mapping *kvr_mapping_of(const kvr_region *region)
+{
+    int64_t i;
+    for (i = 0; i < process.slot_count && region->mapping_count; i++) {
+        kvr_object *object = process.slots[i].object;
+        if (object && object->sort == KVR_SORT_MAPPING && ((kvr_mapping *)object)->region == region)
+            return (kvr_mapping *)object;
+    }
+    return NULL;
+}
+
 int32_t kvr_handle_counts_get(kvr_handle_counts *out)
 {
     kvr_lock *lock;

@@ -308,6 +308,41 @@ int32_t kvr_region_observe(int64_t handle, kvr_observation *out)
     return status;
 }
 
+int32_t kvr_region_placement(int64_t handle, int64_t capacity, int64_t *nodes, int64_t *out_count)
+{
+    static const char call[] = "region_placement";
+    void *pages[KVR_PLACEMENT_COUNT_MAX];
+    int found[KVR_PLACEMENT_COUNT_MAX];
+    kvr_region *region;
+    const kvr_mapping *mapping = NULL;
+    int64_t i, count = 0, page = kvr_page_nbytes();
+    int32_t status;
+    kvr_handles_lock();
+    status = find_region(handle, call, &region);
+    if (!status && (capacity < 1 || capacity > KVR_PLACEMENT_COUNT_MAX))
+        status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_COUNT_RANGE, call, capacity, KVR_PLACEMENT_COUNT_MAX, 0, 0);
+    if (!status)
+        status = kvr_forked(call);
+    if (!status)
+        mapping = kvr_mapping_of(region);
+    if (mapping) {
+        int64_t last = (mapping->nbytes - 1) / page;
+        count = last + 1 < capacity ? last + 1 : capacity;
+        for (i = 0; i < count; i++)
+            pages[i] = mapping->address + (count > 1 ? last / (count - 1) * i + last % (count - 1) * i / (count - 1) : 0) * page;
+        /* Without target nodes, move_pages moves nothing and tells where each page is. */
+        if (syscall(SYS_move_pages, 0, (unsigned long)count, pages, NULL, found, 0) < 0)
+            status = kvr_fail_errno("move_pages", errno);
+    }
+    kvr_handles_unlock();
+    if (!status) {
+        for (i = 0; i < count; i++)
+            nodes[i] = found[i];
+        *out_count = count;
+    }
+    return status;
+}
+
 int32_t kvr_map_memory(int32_t fd, int64_t nbytes, int64_t offset_bytes, int32_t access, int32_t dontfork, const char *call,
                        uint8_t **out)
 {

@@ -71,6 +71,7 @@ int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **ou
 int32_t kvr_register(kvr_object *object, int32_t sort, const char *call);
 void kvr_unregister(kvr_object *object);
 void kvr_count_fds(int64_t delta);
+kvr_mapping *kvr_mapping_of(const kvr_region *region); /* any one, NULL if there is none */
 kvr_lock **kvr_locks(void);
 
 /* ---- memory (host.c) ---- */

@@ -233,6 +233,7 @@ def check_functions(
 
 # Parameters that a buffer, a str or a returned value stands for.
 _IMPLIED = {"nbytes": "data", "count": "slots", "key_count": "keys", "manifest_nbytes": "manifest", "capacity": "slots"}
+_IMPLIED_IN = {"kvr_region_placement": {"capacity": "nodes"}}
 _PYTHON_PARAMETER = {"key_stride_bytes": "key_stride"}
 
 
@@ -242,10 +243,11 @@ def python_parameters(header: Header, c_name: str) -> list[str]:
     names = {p.name for p in parameters}
     buffers = {p.name for p in parameters if p.pointer}
     result = []
+    implied = {**_IMPLIED, **_IMPLIED_IN.get(c_name, {})}
     for p in parameters:
         if p.name == "out" or p.name.startswith("out_"):
             continue
-        if p.name in _IMPLIED and _IMPLIED[p.name] in names and _IMPLIED[p.name] in buffers:
+        if p.name in implied and implied[p.name] in names and implied[p.name] in buffers:
             continue
         if p.name == "capacity_nbytes":
             continue
