@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 
 # What an editable install does not pick up by itself, and what it was built with.
 SOURCES := setup.py pyproject.toml kvreuse/_version.py \
-	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/native/*.c kvreuse/native/*.h)
+	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/*.pxi kvreuse/native/*.c kvreuse/native/*.h)
 CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
 
 .PHONY: run test pure sdist lint bench capi clean FORCE

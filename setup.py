@@ -26,7 +26,7 @@ NATIVE = sorted(str(path) for path in Path("kvreuse/native").glob("*.c"))
 HEADERS = sorted(str(path) for path in Path("include").glob("*.h"))
 DEPENDS = [
     *HEADERS,
-    *sorted(str(path) for pattern in ("*.pxd", "native/*.h") for path in Path("kvreuse").glob(pattern)),
+    *sorted(str(path) for pattern in ("*.pxd", "*.pxi", "native/*.h") for path in Path("kvreuse").glob(pattern)),
 ]
 
 # Not for the C that Cython writes: it is not -Wconversion clean.

@@ -28,6 +28,7 @@ def test_floor_memmove(benchmark, nbytes):
     assert (target == source).all()
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_core_checksum_is_within_four_times_memmove(nbytes):
     core = pytest.importorskip("kvreuse._core")

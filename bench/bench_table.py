@@ -94,6 +94,7 @@ def test_floor_lock_pair(benchmark):
         benchmark(pair)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("operation", "locks", "bound"), [("match", 1, 2.5), ("claim_release", 2, 2.5), ("touch", 1, 3.0)]
 )

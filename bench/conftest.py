@@ -1,4 +1,4 @@
-"""Benchmarks run on every backend that is present, in one run: ratios then compare the same moment of a noisy machine."""
+"""Benchmarks run on every backend that is present, in one run, so that ratios compare the same moment."""
 
 from __future__ import annotations
 
