@@ -567,7 +567,8 @@ int32_t kvr_table_recover(int64_t table, int64_t *out_freed);
 /* Check every record and rebuild: SEALED, intact and of the content epoch stays; all else is freed (but a claimed slot stays as
  * stale), WRITING too. The free list is then in ascending order, recency as stamped (equal stamps: by slot).
  * In: table of the writer or keeper.  Out: *out.  Owner: none.  After failure: dirty stays set: restore again or reset.
- * Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS), STALE_EPOCH, WAIT_TIMEOUT, OUT_OF_MEMORY.
+ * Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS), STALE_EPOCH, BUSY(SESSION_FENCED: a keeper, while a writer is admitted),
+ *   WAIT_TIMEOUT, OUT_OF_MEMORY.
  * Threads: any; holds the part's lock; time by slot_count.  Since: 1 */
 int32_t kvr_table_restore(int64_t table, kvr_restore_result *out);
 

@@ -332,6 +332,13 @@ def _drop(call: Call, table: Table, row: int, session: int) -> None:
         _zero_row(table, row)
 
 
+def _check_no_writer(call: Call, table: Table) -> None:
+    """One mutator: a keeper changes a table only while no writer is admitted."""
+    writer = table.words[W_WRITER]
+    if table.role == KEEPER and writer != c.KVR_WRITER_SESSION_NONE:
+        raise call.error(c.KVR_ERROR_BUSY, c.KVR_DETAIL_SESSION_FENCED, 0, writer)
+
+
 def table_recover(table: Any) -> int:
     return run("table_recover", _status.as_integer(table, "table"), _recover)  # type: ignore[no-any-return]
 
@@ -339,9 +346,8 @@ def table_recover(table: Any) -> int:
 def _recover(call: Call, table: Table) -> int:
     call.require(table, KEEPER)
     call.take(table, repair=False)
+    _check_no_writer(call, table)
     words = table.words
-    if words[W_WRITER] != c.KVR_WRITER_SESSION_NONE:
-        raise call.error(c.KVR_ERROR_BUSY, c.KVR_DETAIL_SESSION_FENCED, 0, words[W_WRITER])
     if words[W_DIRTY]:
         freed = table.rebuild(keep_writing=False)[2]
         words[W_FREED] += freed
@@ -367,6 +373,7 @@ def table_restore(table: Any) -> _api.RestoreResult:
 def _restore(call: Call, table: Table) -> _api.RestoreResult:
     call.require(table, WRITER, KEEPER)
     call.take(table, repair=False)
+    _check_no_writer(call, table)
     content, bad, freed, stale = table.rebuild(keep_writing=False)
     table.words[W_FREED] += freed
     return _api.RestoreResult(content, bad, freed + stale)
@@ -379,6 +386,7 @@ def table_reset(table: Any) -> None:
 def _reset(call: Call, table: Table) -> None:
     call.require(table, WRITER, KEEPER)
     call.take(table, repair=False)
+    _check_no_writer(call, table)
     words, epoch = table.words, table.epoch()
     content = sum(table.is_content(table.record(slot), epoch) for slot in range(table.slot_count))
     words[W_DIRTY] = 1

@@ -625,12 +625,19 @@ int32_t kvr_table_drop(int64_t handle, int32_t row, int64_t session)
     return status;
 }
 
+/* One mutator: a keeper changes a table only while no writer is admitted. */
+static int32_t check_no_writer(const kvr_table *table, const char *call)
+{
+    int64_t writer = kvr_load(&table->words->writer_session);
+    if (table->role == KVR_ROLE_KEEPER && writer != KVR_WRITER_SESSION_NONE)
+        return kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_SESSION_FENCED, call, 0, writer, 0, 0);
+    return KVR_OK;
+}
+
 static int32_t recover(kvr_table *table, const char *call, int64_t *out_freed)
 {
     kvr_words *words = table->words;
-    int64_t slot, freed = 0, writer = kvr_load(&words->writer_session);
-    if (writer != KVR_WRITER_SESSION_NONE)
-        return kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_SESSION_FENCED, call, 0, writer, 0, 0);
+    int64_t slot, freed = 0;
     if (kvr_load(&words->dirty)) {
         kvr_rebuilt rebuilt;
         int32_t status = kvr_rebuild(table, 0, &rebuilt);
@@ -666,7 +673,9 @@ int32_t kvr_table_recover(int64_t handle, int64_t *out_freed)
     if (!status)
         status = kvr_table_take(table, call, 1, 0);
     if (!status) {
-        status = recover(table, call, out_freed);
+        status = check_no_writer(table, call);
+        if (!status)
+            status = recover(table, call, out_freed);
         kvr_lock_drop(table->lock);
     }
     kvr_table_leave(table);
@@ -687,7 +696,9 @@ int32_t kvr_table_restore(int64_t handle, kvr_restore_result *out)
     if (!status)
         status = kvr_table_take(table, call, 1, 0);
     if (!status) {
-        status = kvr_rebuild(table, 0, &rebuilt);
+        status = check_no_writer(table, call);
+        if (!status)
+            status = kvr_rebuild(table, 0, &rebuilt);
         if (!status) {
             table->words->freed_total += rebuilt.freed;
             memset(out, 0, sizeof *out);
@@ -712,6 +723,11 @@ int32_t kvr_table_reset(int64_t handle)
     status = kvr_table_require(table, call, KVR_ROLE_WRITER, KVR_ROLE_KEEPER);
     if (!status)
         status = kvr_table_take(table, call, 1, 0);
+    if (!status) {
+        status = check_no_writer(table, call);
+        if (status)
+            kvr_lock_drop(table->lock);
+    }
     if (!status) {
         kvr_words *words = table->words;
         uint32_t epoch = kvr_epoch(table);

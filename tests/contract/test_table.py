@@ -1187,6 +1187,18 @@ def test_admit_and_drop(backend, part):
             backend.table_admit(keeper.table, 0, 1, bad)
 
 
+@pytest.mark.parametrize("name", ["table_restore", "table_reset", "table_recover"])
+def test_a_keeper_changes_nothing_while_a_writer_is_admitted(backend, part, writer, name):
+    """R6: one mutator."""
+    writer.store([A])
+    keeper = part.open(backend, KEEPER)
+    with fails(-12, 38, 0, 1, call=name):
+        getattr(backend, name)(keeper.table)
+    assert writer.match([A]) == 1
+    backend.table_drop(keeper.table, 0, 1)
+    getattr(backend, name)(keeper.table)
+
+
 def test_recover(backend, part, writer):
     """K1: the keeper frees a gone writer's unfinished slots, sealed blocks stay; not while a writer is admitted."""
     writer.store([A, B])
