@@ -16,6 +16,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 ABI_VERSION = 1  # KVR_ABI_VERSION
+# Bytes of the header's records. A backend's `_struct_nbytes()` says what it was built with; _select compares.
+STRUCT_NBYTES = {
+    "kvr_error": 88,
+    "kvr_region_info": 72,
+    "kvr_mapping_info": 40,
+    "kvr_observation": 80,
+    "kvr_handle_counts": 40,
+    "kvr_superblock": 256,
+    "kvr_words": 4096,
+    "kvr_record": 64,
+    "kvr_link": 16,
+    "kvr_row_header": 64,
+    "kvr_table_layout": 64,
+    "kvr_table_info": 72,
+    "kvr_table_stats": 128,
+    "kvr_restore_result": 32,
+}
 
 
 class HandleCounts(NamedTuple):

@@ -33,6 +33,11 @@ include "_abi.pxi"
 cdef int64_t _owner_pid = getpid()
 
 
+def _struct_nbytes():
+    """Sizes of the header's records as the C compiler saw them: kvreuse._select compares them."""
+    return {name: layout["size"] for name, layout in _abi()["structs"].items()}
+
+
 # ---- what comes in, and errors ----
 
 

@@ -359,3 +359,8 @@ class kvr_restore_result(ctypes.Structure):
         ("freed_count", c_int64),
         ("reserved0", c_int64),
     ]
+
+
+def struct_nbytes() -> dict[str, int]:
+    """Return the size of every struct."""
+    return {name: ctypes.sizeof(kind) for name, kind in globals().items() if name.startswith("kvr_")}

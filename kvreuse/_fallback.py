@@ -105,6 +105,10 @@ __all__ = [
 ]
 
 
+def _struct_nbytes() -> dict[str, int]:
+    return c.struct_nbytes()
+
+
 def abi_version() -> int:
     return c.KVR_ABI_VERSION
 

@@ -115,11 +115,11 @@ class Region:
     sort = c.KVR_SORT_REGION
 
     def __init__(self, fd: int, nbytes: int, physical_nbytes: int, kind: int, origin: int, region_id: bytes) -> None:
-        found = os.fstat(fd)
+        found = _step("fstat", os.fstat, fd)
         self.handle = 0
         self.fd = fd
         self.nbytes, self.physical_nbytes = nbytes, physical_nbytes
-        self.kind, self.access, self.origin = kind, _access_of(fd), origin
+        self.kind, self.access, self.origin = kind, _step("fcntl", _access_of, fd), origin
         self.mapping_count = 0
         self.device, self.inode = found.st_dev, found.st_ino
         self.region_id = region_id
@@ -250,14 +250,18 @@ else:
 
 def map_memory(fd: int, nbytes: int, access: int, dontfork: bool, call: str, offset: int = 0) -> MappingBuffer:
     """Map `nbytes` bytes of an fd, shared. Close it with `unmap_memory`."""
+    # Touching pages that a file was cut by is a SIGBUS; mmap itself looks only at files whose fstat works.
+    found = _step("fstat", os.fstat, fd).st_size
+    if found < offset + nbytes:
+        raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_SIZE, (offset + nbytes, found), call)
     how = mmap.ACCESS_WRITE if access == c.KVR_ACCESS_READ_WRITE else mmap.ACCESS_READ
     try:
         buffer = MappingBuffer(fd, nbytes, access=how, offset=offset, **_TRACK)
     except OSError as error:
         raise _status.from_errno("mmap", error.errno or 0) from None
     except ValueError:
-        # Its file was cut since it was imported: touching the missing pages would be a SIGBUS.
-        found = os.fstat(fd).st_size
+        # It was cut just now.
+        found = _step("fstat", os.fstat, fd).st_size
         values = (offset + nbytes, found)
         raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_SIZE, values, call) from None
     _buffers.add(buffer)
@@ -304,6 +308,11 @@ def _step(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise _status.from_errno(call, error.errno or 0) from None
 
 
+def _random(nbytes: int) -> bytes:
+    # Not os.urandom: where the call fails, that reads a file and keeps its fd.
+    return bytes(_step("getrandom", os.getrandom, nbytes))
+
+
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
@@ -312,12 +321,12 @@ def _open_unnamed(directory: bytes) -> int:
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
-            raise
+            raise _status.from_errno("open", error.errno or 0) from None
     # A file system without O_TMPFILE: the name exists for a moment.
-    path = os.path.join(directory, b".kvreuse-" + os.urandom(8).hex().encode())
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    path = os.path.join(directory, b".kvreuse-" + _random(8).hex().encode())
+    fd = int(_step("open", os.open, path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
     try:
-        os.unlink(path)
+        _step("unlink", os.unlink, path)
     except BaseException:
         os.close(fd)
         raise
@@ -344,7 +353,7 @@ def host_allocate(nbytes: Any, kind: Any, name: str, directory: str | None) -> _
     if folder is None:
         fd = _step("memfd_create", libc.memfd_create, label, libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING)
     else:
-        fd = _step("open", _open_unnamed, folder)
+        fd = _open_unnamed(folder)
     try:
         _step("ftruncate", os.ftruncate, fd, physical)
         if folder is None:
@@ -353,7 +362,7 @@ def host_allocate(nbytes: Any, kind: Any, name: str, directory: str | None) -> _
         else:
             # A full file system is an error now, not a SIGBUS at the first touch.
             _step("posix_fallocate", os.posix_fallocate, fd, 0, physical)
-        region = Region(fd, nbytes, physical, kind, c.KVR_ORIGIN_ALLOCATED, os.urandom(c.KVR_REGION_ID_NBYTES))
+        region = Region(fd, nbytes, physical, kind, c.KVR_ORIGIN_ALLOCATED, _random(c.KVR_REGION_ID_NBYTES))
         with lock:
             register(region)
             return region.info()

@@ -25,7 +25,7 @@ def load(word: str) -> tuple[ModuleType, str, str]:
     Raises
     ------
     ImportError
-        Unknown word; extension wanted and absent; extension of another ABI.
+        Unknown word; extension wanted and absent; extension of another ABI version, or with records of other sizes.
     """
     if word not in WORDS:
         raise ImportError(f"{VARIABLE}={word!r} is unknown: expected one of {', '.join(WORDS)}")
@@ -52,6 +52,17 @@ def _check(module: ModuleType) -> ModuleType:
         raise ImportError(
             f"{module.__file__} has ABI version {found}, {__file__} needs {_api.ABI_VERSION}: "
             "they are of different installs; reinstall kvreuse"
+        )
+    sizes: dict[str, int] = getattr(module, "_struct_nbytes", dict)()
+    if sizes != _api.STRUCT_NBYTES:
+        wrong = [
+            f"{name} of {sizes.get(name, 'no')} bytes, expected {_api.STRUCT_NBYTES.get(name, 'none')}"
+            for name in sorted({*sizes, *_api.STRUCT_NBYTES})
+            if sizes.get(name) != _api.STRUCT_NBYTES.get(name)
+        ]
+        raise ImportError(
+            f"{module.__file__} (ABI version {found}) has {'; '.join(wrong)} in {__file__} (ABI version "
+            f"{_api.ABI_VERSION}): they are of different installs; reinstall kvreuse"
         )
     return module
 

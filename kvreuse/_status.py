@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno as _errno
 import os as _os
+import resource as _resource  # here: at the fd limit nothing can be imported any more
 from typing import Any, NoReturn
 
 from . import errors as _e
@@ -176,9 +177,7 @@ def make(
     elif detail == 30:
         fields.update(fields={"version": (v[1], v[0])})
     if status == -11:
-        import resource
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft, hard = _resource.getrlimit(_resource.RLIMIT_NOFILE)
         fields.update(needed=1, soft=soft, hard=hard)
         text += f"; this process may open {soft} (hard limit {hard}): raise RLIMIT_NOFILE"
     return cls(text, **fields)

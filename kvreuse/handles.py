@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import errno
 import mmap
 import os
 import select
@@ -35,6 +36,7 @@ from .errors import (
     PermissionDeniedError,
     ProtocolError,
     SizeMismatchError,
+    SystemCallError,
     WaitTimeoutError,
 )
 
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 MAP_DONTFORK = 1  # KVR_MAP_DONTFORK
 IMPORT_ALLOW_UNSEALED = 1  # KVR_IMPORT_ALLOW_UNSEALED
 REGION_ID_NBYTES = 16
+# How a sandbox or an old kernel says that there is no memfd for this process.
+_NO_MEMFD = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 
 
 class HandleKind(enum.IntEnum):
@@ -260,10 +264,15 @@ class Provider:
     def _allocate_host(self, nbytes: int, kind: HandleKind, notes: dict[str, str], name: str = "kvreuse") -> int:
         try:
             return _backend.host_allocate(nbytes, int(kind), name, None).handle
-        except (PermissionDeniedError, NotSupportedError) as error:
-            if error.call != "memfd_create" or self._profile is None or not self._profile.handles.file_fallback:
+        except (PermissionDeniedError, NotSupportedError, SystemCallError) as error:
+            refused = error.call == "memfd_create" and error.native_code in _NO_MEMFD
+            if not refused or self._profile is None or not self._profile.handles.file_fallback:
                 raise
-            handle = _backend.host_allocate(nbytes, int(kind), name, tempfile.gettempdir()).handle
+            try:
+                folder = tempfile.gettempdir()
+            except OSError as second:  # none can be written to, or the fd limit is reached
+                raise error from second
+            handle = _backend.host_allocate(nbytes, int(kind), name, folder).handle
             notes["memory"] = f"an unlinked file instead of a memfd, as the profile allows: {error}"
             return handle
 
@@ -826,9 +835,17 @@ class SharedHandle:
         _check_unix(sock)
         fds = [self.fileno()] if self.kind is HandleKind.POSIX_FD else []
         data = self.to_bytes()
-        _wait(sock, select.POLLOUT, timeout)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd)) for fd in fds]
-        sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+        deadline = time.monotonic() + timeout
+        sent = None
+        while sent is None:
+            _wait(sock, select.POLLOUT, deadline, timeout)
+            try:
+                sent = sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+            except (BlockingIOError, TimeoutError):
+                continue
+            except OSError as error:
+                raise _status.make_text(-22, f"the record cannot be sent: {error.strerror}") from error
         if sent != len(data):
             raise ProtocolError(
                 f"the socket took {sent} of {len(data)} bytes",
@@ -856,11 +873,9 @@ class SharedHandle:
             Nothing came within `timeout` seconds.
         """
         _check_unix(sock)
-        _wait(sock, select.POLLIN, timeout)
-        data, fds, cut = _recv_fds(sock, RECORD_NBYTES)
+        fds: list[int] = []
         try:
-            if not data:
-                raise ProtocolError("the peer closed the connection", status=-22, name="PROTOCOL", expected=1, got=0)
+            data, cut = _recv_record(sock, fds, timeout)
             wanted = 0 if len(data) >= 12 and int.from_bytes(data[8:12], "little") == HandleKind.FABRIC else 1
             if len(fds) != wanted or cut:
                 raise ProtocolError(
@@ -885,23 +900,49 @@ def _check_unix(sock: socket.socket) -> None:
         )
 
 
-def _wait(sock: socket.socket, event: int, timeout: float) -> None:
+def _wait(sock: socket.socket, event: int, deadline: float, timeout: float) -> None:
     poll = select.poll()
     poll.register(sock, event)
-    deadline = time.monotonic() + timeout
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         raise WaitTimeoutError(f"the peer did nothing within {timeout} s", status=-23, name="WAIT_TIMEOUT")
 
 
-def _recv_fds(sock: socket.socket, nbytes: int) -> tuple[bytes, list[int], bool]:
-    """Receive one message: (bytes, fds, whether anything was cut), with room for 4 fds to see and close too many."""
-    data, ancillary, flags, _ = sock.recvmsg(nbytes + 1, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC)
-    fds: list[int] = []
-    for level, kind, payload in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            count = len(payload) // 4
-            fds.extend(struct.unpack(f"={count}i", payload[: count * 4]))
-    return data, fds, bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
+def _recv_record(sock: socket.socket, fds: list[int], timeout: float) -> tuple[bytes, bool]:
+    """Receive one record, which a stream may cut or glue to the next: (bytes, whether fds were cut).
+
+    The fds are added to `fds`, whose owner is the caller also if this raises; there is room for 4 a message, to see
+    and close too many.
+    """
+    deadline = time.monotonic() + timeout
+    data, cut = b"", False
+    while len(data) < RECORD_NBYTES:
+        _wait(sock, select.POLLIN, deadline, timeout)
+        how = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        try:
+            more, ancillary, flags, _ = sock.recvmsg(RECORD_NBYTES - len(data), socket.CMSG_SPACE(4 * 4), how)
+        except (BlockingIOError, TimeoutError):
+            continue
+        except OSError as error:
+            raise _status.make_text(-22, f"the record cannot be received: {error.strerror}") from error
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                count = len(payload) // 4
+                fds.extend(struct.unpack(f"={count}i", payload[: count * 4]))
+        cut = cut or bool(flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC))
+        if not more:
+            raise ProtocolError(
+                f"the peer closed the connection after {len(data)} of {RECORD_NBYTES} bytes",
+                status=-22,
+                name="PROTOCOL",
+                expected=RECORD_NBYTES,
+                got=len(data),
+            )
+        data += more
+        # A record of another version may be shorter.
+        is_other = data[:4] == _MAGIC and len(data) >= 6 and int.from_bytes(data[4:6], "little") != _VERSION
+        if is_other or sock.type != socket.SOCK_STREAM:
+            break
+    return data, cut
 
 
 def allocate_named(provider: Provider, nbytes: int, name: str) -> Region:

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,20 @@ def run_python(tmp_path):
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fault_shim(tmp_path_factory) -> Path:
+    """The library that makes system calls fail, for ``run_python(code, env={"LD_PRELOAD": fault_shim})``."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    source = ROOT / "tests" / "isolated" / "fault_shim.c"
+    library = tmp_path_factory.mktemp("shim") / "fault_shim.so"
+    command = [compiler, "-std=gnu11", "-Wall", "-Wextra", "-O1", "-fPIC", "-shared", "-o", library, source, "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return library
 
 
 # ---- leaks ----

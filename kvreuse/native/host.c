@@ -151,7 +151,9 @@ static int32_t size_memory(int32_t fd, int64_t physical_nbytes, int32_t is_file)
         return fcntl(fd, KVR_F_ADD_SEALS, KVR_SEAL_SHRINK | KVR_SEAL_GROW | KVR_SEAL_SEAL) ? kvr_fail_errno("fcntl", errno)
                                                                                            : KVR_OK;
     /* A full file system is an error now, not a SIGBUS at the first touch. */
-    code = posix_fallocate(fd, 0, physical_nbytes);
+    do {
+        code = posix_fallocate(fd, 0, physical_nbytes);
+    } while (code == EINTR);
     return code ? kvr_fail_errno("posix_fallocate", code) : KVR_OK;
 }
 

@@ -325,7 +325,7 @@ def test_a_file_system_without_o_tmpfile(monkeypatch, tmp_path):
 
 def test_a_seal_that_fails_leaves_nothing_open(monkeypatch):
     """H6: every step after the first one that opened something."""
-    for step in ("ftruncate", "urandom"):
+    for step in ("ftruncate", "getrandom"):
 
         def fail(*arguments):
             raise OSError(errno.EIO, "planted")
