@@ -183,9 +183,8 @@ class Part:
         self._table = 0
         self._regions: list[int] = []
         self._mappings: list[int] = []
-        self._buffers: list[memoryview] = []
+        self._exporters: list[Any] = []
         self._unended: weakref.WeakSet[_Slots] = weakref.WeakSet()
-        self._stale_views: list[memoryview] = []
         self.part_id = attachment.part_id
         self.blocks = attachment.blocks
         self.block_bytes = attachment.block_bytes
@@ -242,7 +241,7 @@ class Part:
                 mapping = _backend.region_map(region, int(Access.READ_WRITE), MAP_DONTFORK).handle
                 self._mappings.append(mapping)
                 _backend.table_bind(self._table, index, mapping)
-                self._buffers.append(memoryview(_backend.mapping_buffer(mapping)))
+                self._exporters.append(_backend.mapping_buffer(mapping))
         finally:
             for fd in (*fds, lock_fd):
                 if fd >= 0:
@@ -534,12 +533,13 @@ class Part:
             if self._pid != os.getpid():
                 raise ForkedError("the part belongs to the parent process", status=-26, name="FORKED")
             open_slots = list(self._unended)
-            views = [view for item in open_slots for view in item._views] + self._stale_views
-            self._stale_views = [view for view in views if not _release_view(view)]
-            if self._stale_views:
+            for item in open_slots:
+                item._drop_views()
+            # The binding to the table is one use; whatever is more can still reach the memory.
+            used = sum(_backend.mapping_info(mapping).use_count - 1 for mapping in self._mappings)
+            if used:
                 raise BusyError(
-                    f"{len(self._stale_views)} view(s) of the part's slots are still used, by a numpy array say: "
-                    "drop them before close()",
+                    f"{used} view(s) of the part's slots are still used, by a numpy array say: drop them before close()",
                     status=-12,
                     name="BUSY",
                 )
@@ -552,9 +552,7 @@ class Part:
             self._keeper._goodbye(self._attachment.part_id, self._attachment.session)
 
     def _close_memory(self) -> None:
-        for buffer in self._buffers:
-            buffer.release()
-        self._buffers.clear()
+        self._exporters.clear()
         if self._table:
             _backend.table_close(self._table)
             self._table = 0
@@ -589,15 +587,8 @@ class Part:
     def _view(self, slot: int) -> memoryview:
         region, index = divmod(slot, self._slots_per_region)
         offset = index * self.block_bytes
-        return self._buffers[region][offset : offset + self.block_bytes]
-
-
-def _release_view(view: memoryview) -> bool:
-    try:
-        view.release()
-    except BufferError:
-        return False
-    return True
+        # A buffer of its own, so that the mapping counts it.
+        return memoryview(self._exporters[region])[offset : offset + self.block_bytes]
 
 
 def _unpack_keys(keys: npt.NDArray[np.uint8], nbytes: npt.NDArray[np.uint8], count: int) -> list[bytes]:
@@ -633,12 +624,11 @@ class _Slots:
         return self._part._view(slot)
 
     def _drop_views(self) -> None:
-        # A view that a numpy array still uses cannot be taken back; the part remembers it until close().
-        left = [view for view in self._views if not _release_view(view)]
+        # What was made of a view, a numpy array say, cannot be taken back; the mapping counts it until it is gone.
+        for view in self._views:
+            with contextlib.suppress(BufferError):
+                view.release()
         self._views = []
-        if left:
-            with self._part._lock:
-                self._part._stale_views.extend(left)
 
     def _finish(self) -> None:
         self._done = True

@@ -105,7 +105,7 @@ def _wait_ready(process: subprocess.Popen[bytes], path: str) -> None:
     poll = select.poll()
     poll.register(process.stderr, select.POLLIN | select.POLLHUP)
     said, deadline = b"", time.monotonic() + START_TIMEOUT_S
-    while b": ready on " not in said:
+    while b": ready on " not in said or not said.endswith(b"\n"):
         data = (
             os.read(process.stderr.fileno(), 65536) if poll.poll(max(0.0, deadline - time.monotonic()) * 1000) else b""
         )

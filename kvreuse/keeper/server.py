@@ -1120,5 +1120,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _say(text: str, status: int) -> int:
-    print(f"kvreuse keeper: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"kvreuse keeper: {text}\n")
+    sys.stderr.flush()
     return status

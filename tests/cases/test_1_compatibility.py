@@ -1,0 +1,220 @@
+"""C3, C11, E10, G2, H1: what must be equal, what may be missing, what an import starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = str(Path(__file__).resolve().parent)
+HEAD = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+import kvreuse, kvreuse.testing
+import restart_scene as scene
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "both"),
+    [
+        ("dtype", "float16", ("bfloat16", "float16")),
+        ("block_bytes", 8192, ("4096", "8192")),
+        ("layers", 4, ("2", "4")),
+        ("kv_heads", 2, ("1", "2")),
+        ("block_tokens", 32, ("16", "32")),
+        ("hash_scheme", "vllm-sha256-cbor", ("sglang-sha256", "vllm-sha256-cbor")),
+        ("hash_root", "r2", ("r1", "r2")),
+        ("weights_id", "w2", ("w1", "w2")),
+    ],
+)
+def test_c3_exactly_the_field_that_differs_is_named(run_python, field, value, both):
+    """C3, R3: with both values, and no other field."""
+    code = f"""
+with kvreuse.testing.keeper(scene.PROFILE) as path, kvreuse.connect(path) as keeper:
+    with scene.attach(keeper, 0) as part:
+        scene.fill(part, scene.KEYS)
+    with scene.attach(keeper, 0, **{{{field!r}: {value!r}}}) as part:
+        print(part.outcome.kind.name, part.outcome.reason)
+"""
+    done = run_python(HEAD + code)
+    assert done.stdout.startswith("EMPTY "), done.stderr
+    named = {name for name in ("abi", "dtype", "block_bytes", "layers", "kv_heads", "block_tokens", "hash_scheme",
+                               "hash_root", "weights_id", "model", "head_dim", "layout", "topology")
+             if f"{name}:" in done.stdout}  # fmt: skip
+    assert named == {field}, done.stdout
+    for word in both:
+        assert word in done.stdout
+
+
+def test_c3_another_abi_is_named_with_both_values(run_python):
+    """C3: a worker of another ABI; the keeper stays up."""
+    code = """
+import kvreuse._api as api
+with kvreuse.testing.keeper(scene.PROFILE) as path:
+    api.ABI_VERSION = 2
+    try:
+        kvreuse.connect(path)
+    except kvreuse.IncompatibleError as error:
+        print(error.fields)
+    api.ABI_VERSION = 1
+    with kvreuse.connect(path) as keeper:
+        print(keeper.status()["parts"])
+"""
+    done = run_python(HEAD + code)
+    assert done.stdout == "{'abi': (1, 2)}\n[]\n", done.stderr
+
+
+def test_c3_a_superblock_of_another_version_is_not_read_further(run_python, backend_name):
+    """C3, R2: version + 1 with random bytes after it; the keeper empties the part and says which version it found."""
+    code = """
+import os
+with scene.dead_worker() as keeper:
+    with scene.part_memory(keeper, 0, "table") as table:
+        table[8:12] = (2).to_bytes(4, "little")
+        table[12:8192] = os.urandom(8180)
+    with scene.attach(keeper, 0) as part:
+        print(part.outcome)
+"""
+    done = run_python(HEAD + code, backend=backend_name)
+    assert done.stdout.startswith("EMPTY(incompatible"), (done.stdout, done.stderr)
+    assert "version 2" in done.stdout
+    assert "version 1" in done.stdout
+
+
+def test_c11_keys_are_equal_whatever_the_hash_seed(run_python):
+    """C11: PYTHONHASHSEED unset and 0."""
+    code = """
+from kvreuse.hashing import get_scheme
+for name in ("vllm-sha256-cbor", "sglang-sha256"):
+    scheme = get_scheme(name)
+    print([key.hex() for key in scheme.block_keys(range(48), 16, scheme.root())])
+"""
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONHASHSEED"}
+    unset = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    seeded = run_python(code, env={"PYTHONHASHSEED": "0"})
+    assert unset.stdout == seeded.stdout
+    assert unset.stdout.count("'") == 12
+
+
+def test_c11_another_root_is_named(run_python):
+    """C11, R3: a rank that declares another root joins no group of the first."""
+    code = """
+with kvreuse.testing.keeper(scene.PROFILE) as path, kvreuse.connect(path) as keeper, scene.attach(keeper, 0):
+    try:
+        scene.attach(keeper, 1, hash_root="r2")
+    except kvreuse.AttachRefusedError as error:
+        print(error)
+    print(keeper.group("g").readiness())
+"""
+    done = run_python(HEAD + code)
+    refused, readiness = done.stdout.splitlines()
+    for word in ("hash_root", "r1", "r2"):
+        assert word in refused, done.stderr
+    assert readiness == "not ready: rank 1: missing"
+
+
+def test_e10_without_a_driver_the_import_works_and_says_so(run_python, backend_name):
+    """E10, H10: the capability is false and names the library (test_packaging: the extension links to none)."""
+    code = """
+import kvreuse
+from kvreuse import _ctypes_cuda
+_ctypes_cuda.LIBRARY = "libcuda.so.1.absent"
+found = kvreuse.open_provider("cuda:0").capabilities()
+assert not any(capability.ok for capability in found.values())
+print(found[kvreuse.HandleKind.POSIX_FD].reason)
+try:
+    kvreuse.open_provider("cuda:0").allocate(4096)
+except kvreuse.NotSupportedError as error:
+    print(error)
+"""
+    done = run_python(code, backend=backend_name)
+    reason, error = done.stdout.splitlines()
+    assert reason.startswith("libcuda.so.1"), done.stderr
+    assert "libcuda.so.1" in error
+
+
+@pytest.fixture
+def without_extension(tmp_path, root_dir):
+    """A copy of the package in which the extension is absent, and the environment that imports it."""
+    shutil.copytree(Path(__import__("kvreuse").__file__).parent, tmp_path / "kvreuse")
+    for extension in (tmp_path / "kvreuse").glob("_core*"):
+        extension.unlink()
+    return tmp_path / "kvreuse", {"PYTHONPATH": str(tmp_path)}
+
+
+def test_g2_a_hidden_extension_means_the_fallback(run_python, without_extension):
+    """G2: with one warning where a driver can be loaded, with none elsewhere."""
+    code = """
+import sys, warnings
+import types
+warnings.simplefilter("always")
+import importlib.util
+def load(reason):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "kvreuse"]:
+        del sys.modules[name]
+    spec = importlib.util.find_spec("kvreuse")
+    cuda = types.ModuleType("kvreuse._ctypes_cuda")
+    cuda.missing_reason = lambda: reason
+    sys.modules["kvreuse._ctypes_cuda"] = cuda
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        import kvreuse
+    return kvreuse.backend, [type(w.message).__name__ for w in seen]
+print(load("no driver"))
+print(load(""))
+"""
+    _, environ = without_extension
+    done = run_python(code, backend="auto", env=environ)
+    assert done.stdout == "('fallback', [])\n('fallback', ['KVReuseWarning'])\n", done.stderr
+
+
+def test_g2_a_hidden_extension_that_is_required_is_an_import_error(run_python, without_extension):
+    """G2"""
+    _, environ = without_extension
+    done = run_python("import kvreuse", backend="core", env=environ)
+    assert done.returncode == 1
+    assert "ImportError" in done.stderr
+    assert "KVREUSE_BUILD=native" in done.stderr
+
+
+@pytest.mark.parametrize("word", ["auto", "core"])
+def test_g2_an_extension_that_fails_is_no_reason_to_fall_back(run_python, without_extension, word):
+    """G2: its own error comes through."""
+    package, environ = without_extension
+    (package / "_core.py").write_text("raise ValueError('broken on purpose')\n")
+    done = run_python("import kvreuse", backend=word, env=environ)
+    assert done.returncode == 1
+    assert "ValueError: broken on purpose" in done.stderr
+
+
+def test_g2_an_unknown_word_lists_the_words(run_python):
+    """G2"""
+    done = run_python("import kvreuse", backend="cython")
+    assert "ImportError" in done.stderr
+    assert "auto, core, fallback" in done.stderr
+
+
+def test_h1_import_and_allocate_start_nothing(run_python, backend_name):
+    """H1, P1: no thread, process, socket or file; no numpy, which would start threads."""
+    code = """
+import os, sys
+def threads(): return len(os.listdir("/proc/self/task"))
+def children(): return open(f"/proc/self/task/{os.getpid()}/children").read()
+before = threads(), children(), set(os.listdir("."))
+import kvreuse
+region = kvreuse.open_provider("host").allocate(4096)
+after = threads(), children(), set(os.listdir("."))
+assert before == after, (before, after)
+fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+names = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
+print(sum("socket" in name for name in names), [name for name in names if "memfd:kvreuse" in name])
+print("numpy" in sys.modules)
+region.close()
+"""
+    done = run_python(code, backend=backend_name)
+    assert done.stdout == "0 ['/memfd:kvreuse (deleted)']\nFalse\n", done.stdout + done.stderr
