@@ -539,7 +539,7 @@ class Part:
             used = sum(_backend.mapping_info(mapping).use_count - 1 for mapping in self._mappings)
             if used:
                 raise BusyError(
-                    f"{used} view(s) of the part's slots are still used, by a numpy array say: drop them before close()",
+                    f"{used} view(s) of the part's slots are still used, by a numpy array say: drop them first",
                     status=-12,
                     name="BUSY",
                 )
