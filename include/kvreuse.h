@@ -468,7 +468,7 @@ int32_t kvr_region_close(int64_t region);
  * Errors: INVALID_HANDLE, STALE_HANDLE.  Threads: any; takes the handle mutex.  Since: 1 */
 int32_t kvr_mapping_info_get(int64_t mapping, kvr_mapping_info *out);
 
-/* Add (+1) or drop (-1) a use of a mapping: a view, or a table that is bound to it.
+/* Add (+1) or drop (-1) a use of a mapping. Uses of views and of tables that are bound to it cannot be dropped so.
  * In: mapping; delta 1 or -1.  Out: nothing.  Owner: a used mapping cannot be unmapped.  After failure: nothing changed.
  * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(COUNT_RANGE).  Threads: any; takes the handle mutex.  Since: 1 */
 int32_t kvr_mapping_use(int64_t mapping, int32_t delta);

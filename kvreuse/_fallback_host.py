@@ -155,10 +155,11 @@ class Mapping:
         self.address = libc.address_of(buffer)
         self.nbytes = region.nbytes
         self.access = access
-        self.uses = 0  # by mapping_use and by tables; views are counted by the buffer
+        self.uses = 0  # by mapping_use: callers may drop these
+        self.holds = 0  # by tables and calls that read it; views are counted by the buffer
 
     def info(self) -> _api.MappingInfo:
-        uses = self.uses + libc.export_count(self.buffer)
+        uses = self.uses + self.holds + libc.export_count(self.buffer)
         return _api.MappingInfo(self.handle, self.region.handle, self.address, self.nbytes, self.access, uses)
 
 
@@ -553,7 +554,7 @@ def mapping_unmap(mapping: Any) -> None:
     with lock:
         thing = find(handle, Mapping, call)
         check_fork(call)
-        is_used = thing.uses > 0
+        is_used = thing.uses > 0 or thing.holds > 0
         if not is_used:
             try:
                 unmap_memory(thing.buffer)

@@ -613,7 +613,7 @@ class Table:
             pinned = {index: self.bound[index] for index in {slot // self.slots_per_region for slot in slots}}
             mappings = [mapping for mapping in pinned.values() if mapping is not None]
             for mapping in mappings:
-                mapping.uses += 1
+                mapping.holds += 1
         try:
             found = []
             for slot in slots:
@@ -624,7 +624,7 @@ class Table:
         finally:
             with host.lock:
                 for mapping in mappings:
-                    mapping.uses -= 1
+                    mapping.holds -= 1
 
 
 def record_crc(record: bytes) -> int:

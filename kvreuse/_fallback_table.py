@@ -214,7 +214,7 @@ def table_close(table: Any) -> None:
         host.unregister(thing)
         for mapping in thing.bound:
             if mapping is not None:
-                mapping.uses -= 1
+                mapping.holds -= 1
         thing.close_memory()
         close_lock(thing.lock)
 
@@ -263,10 +263,10 @@ def _bind(call: Call, table: Table, index: int, mapping_handle: int) -> None:
         if mapping.nbytes < needed:
             raise call.error(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_REGION_BIND_NBYTES, mapping.nbytes, needed)
         old = table.bound[index]
-        mapping.uses += 1
+        mapping.holds += 1
         table.bound[index] = mapping
         if old is not None:
-            old.uses -= 1
+            old.holds -= 1
 
 
 # ---- the keeper's calls ----

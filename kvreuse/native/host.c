@@ -376,7 +376,7 @@ static void describe_mapping(const kvr_mapping *mapping, kvr_mapping_info *out)
     out->address = (uint64_t)(uintptr_t)mapping->address;
     out->nbytes = mapping->nbytes;
     out->access = mapping->access;
-    out->use_count = mapping->use_count + mapping->view_count;
+    out->use_count = mapping->use_count + mapping->hold_count;
 }
 
 static int32_t check_map(const kvr_region *region, int32_t access, uint32_t flags, const char *call)
@@ -483,7 +483,7 @@ int32_t kvr_mapping_view(int64_t handle, int32_t delta, kvr_mapping_info *out)
     kvr_handles_lock();
     status = find_mapping(handle, "mapping_buffer", &mapping);
     if (!status) {
-        mapping->view_count += delta;
+        mapping->hold_count += delta;
         describe_mapping(mapping, out);
     }
     kvr_handles_unlock();
@@ -499,7 +499,7 @@ int32_t kvr_mapping_unmap(int64_t handle)
     status = find_mapping(handle, call, &mapping);
     if (!status)
         status = kvr_forked(call);
-    if (!status && (mapping->use_count || mapping->view_count))
+    if (!status && (mapping->use_count || mapping->hold_count))
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_MAPPING_IN_USE, call, handle, 0, 0, 0);
     if (!status && munmap(mapping->address, (size_t)mapping->nbytes))
         status = kvr_fail_errno("munmap", errno);

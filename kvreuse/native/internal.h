@@ -43,8 +43,8 @@ typedef struct kvr_mapping {
     uint8_t *address;
     int64_t nbytes;
     int32_t access;
-    int32_t use_count;  /* kvr_mapping_use, and tables that are bound to it */
-    int32_t view_count; /* buffers given out by the extension, and calls that read it */
+    int32_t use_count; /* by kvr_mapping_use: callers may drop these */
+    int32_t hold_count; /* buffers given out, bound tables, calls that read it: only their makers drop these */
 } kvr_mapping;
 
 /* One lock memory in this process. */

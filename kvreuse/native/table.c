@@ -403,7 +403,7 @@ int32_t kvr_table_close(int64_t handle)
         kvr_unregister(object);
         for (i = 0; i < table->super.region_count; i++)
             if (table->bound[i])
-                table->bound[i]->use_count--;
+                table->bound[i]->hold_count--;
         kvr_lock_close(table->lock);
     }
     kvr_handles_unlock();
@@ -538,9 +538,9 @@ int32_t kvr_table_bind(int64_t handle, int64_t index, int64_t mapping_handle)
         if (mapping->nbytes < needed) {
             status = kvr_fail(KVR_ERROR_SIZE_MISMATCH, KVR_DETAIL_REGION_BIND_NBYTES, call, mapping->nbytes, needed, 0, 0);
         } else {
-            mapping->use_count++;
+            mapping->hold_count++;
             if (table->bound[index])
-                table->bound[index]->use_count--;
+                table->bound[index]->hold_count--;
             table->bound[index] = mapping;
         }
     }

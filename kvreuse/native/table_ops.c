@@ -823,7 +823,7 @@ static int32_t pin(kvr_table *table, const int64_t *slots, int64_t count, kvr_ma
         int64_t index = slots[i] >= 0 ? slots[i] / table->super.slots_per_region : -1;
         if (index >= 0 && !pinned[index]) {
             pinned[index] = table->bound[index];
-            pinned[index]->view_count++;
+            pinned[index]->hold_count++;
         }
     }
     kvr_handles_unlock();
@@ -836,7 +836,7 @@ static void unpin(const kvr_table *table, kvr_mapping **pinned)
     kvr_handles_lock();
     for (i = 0; i < table->super.region_count; i++)
         if (pinned[i])
-            pinned[i]->view_count--;
+            pinned[i]->hold_count--;
     kvr_handles_unlock();
 }
 
