@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import kvreuse
+
 HERE = str(Path(__file__).resolve().parent)
 HEAD = f"""
 import sys
@@ -138,16 +140,35 @@ except kvreuse.NotSupportedError as error:
     assert "libcuda.so.1" in error
 
 
+HIDE = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kvreuse._core":
+            raise ModuleNotFoundError("No module named 'kvreuse._core'", name=name)
+sys.meta_path.insert(0, Hidden())
+"""
+
+
 @pytest.fixture
-def without_extension(tmp_path, root_dir):
-    """A copy of the package in which the extension is absent, and the environment that imports it."""
-    shutil.copytree(Path(__import__("kvreuse").__file__).parent, tmp_path / "kvreuse")
+def hidden(tmp_path):
+    """The environment in which the extension cannot be found, however the package is installed."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HIDE)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """A copy of the package without its extension, and the environment that imports it."""
+    shutil.copytree(Path(kvreuse.__file__).parent, tmp_path / "kvreuse")
     for extension in (tmp_path / "kvreuse").glob("_core*"):
         extension.unlink()
     return tmp_path / "kvreuse", {"PYTHONPATH": str(tmp_path)}
 
 
-def test_g2_a_hidden_extension_means_the_fallback(run_python, without_extension):
+def test_g2_a_hidden_extension_means_the_fallback(run_python, hidden):
     """G2: with one warning where a driver can be loaded, with none elsewhere."""
     code = """
 import sys, warnings
@@ -168,24 +189,22 @@ def load(reason):
 print(load("no driver"))
 print(load(""))
 """
-    _, environ = without_extension
-    done = run_python(code, backend="auto", env=environ)
+    done = run_python(code, backend="auto", env=hidden)
     assert done.stdout == "('fallback', [])\n('fallback', ['KVReuseWarning'])\n", done.stderr
 
 
-def test_g2_a_hidden_extension_that_is_required_is_an_import_error(run_python, without_extension):
+def test_g2_a_hidden_extension_that_is_required_is_an_import_error(run_python, hidden):
     """G2"""
-    _, environ = without_extension
-    done = run_python("import kvreuse", backend="core", env=environ)
+    done = run_python("import kvreuse", backend="core", env=hidden)
     assert done.returncode == 1
     assert "ImportError" in done.stderr
     assert "KVREUSE_BUILD=native" in done.stderr
 
 
 @pytest.mark.parametrize("word", ["auto", "core"])
-def test_g2_an_extension_that_fails_is_no_reason_to_fall_back(run_python, without_extension, word):
+def test_g2_an_extension_that_fails_is_no_reason_to_fall_back(run_python, copied, word):
     """G2: its own error comes through."""
-    package, environ = without_extension
+    package, environ = copied
     (package / "_core.py").write_text("raise ValueError('broken on purpose')\n")
     done = run_python("import kvreuse", backend=word, env=environ)
     assert done.returncode == 1
