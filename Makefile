@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml kvreuse/_version.py \
 	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/*.pxi kvreuse/native/*.c kvreuse/native/*.h)
 CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
 
-.PHONY: run test pure sdist lint bench capi clean FORCE
+.PHONY: run test pure sdist lint asan fuzz bench capi clean FORCE
 .DELETE_ON_ERROR:
 
 run: $(VENV)/installed
@@ -32,6 +32,13 @@ lint: $(VENV)/installed
 	$(BIN)/python .ci/layers.py
 	$(BIN)/python .ci/hints.py kvreuse/_core.pyx
 	PYTHON=$(BIN)/python .ci/aarch64
+
+# The C under sanitizers: the contract tests, and a million random calls.
+asan: $(VENV)/installed
+	.ci/asan $(VENV)
+
+fuzz: $(VENV)/installed
+	KVREUSE_FUZZ_CALLS=1000000 $(BIN)/pytest -q -s tests/native/test_fuzz.py
 
 bench: $(VENV)/installed
 	$(BIN)/pytest bench $(PYTEST_ARGS)

@@ -14,7 +14,7 @@ from .errors import *  # noqa: F403
 from .errors import __all__ as _error_names
 
 if TYPE_CHECKING:
-    from ._info import backend_info
+    from ._info import backend_info, get_include
     from .groups import Group, RankReadiness, Readiness
     from .handles import (
         Access,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "backend_info": "._info",
+    "get_include": "._info",
     "Access": ".handles",
     "Capability": ".handles",
     "HandleKind": ".handles",
@@ -100,6 +101,7 @@ __all__ = [
     "backend",
     "backend_info",
     "connect",
+    "get_include",
     "open_provider",
 ]
 __all__ += _error_names

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 from . import _ctypes_cuda, _select, _version
+
+
+def get_include() -> str:
+    """Return the folder of kvreuse.h, for C and Cython code that calls the native functions.
+
+    Raises
+    ------
+    FileNotFoundError
+        The install has no header.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "include", package.parent / "include"):  # installed; beside an editable tree
+        if (folder / "kvreuse.h").is_file():
+            return str(folder)
+    raise FileNotFoundError(f"kvreuse.h is neither in {package / 'include'} nor in {package.parent / 'include'}")
 
 
 def backend_info() -> dict[str, Any]:
