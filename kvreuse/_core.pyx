@@ -8,10 +8,15 @@ keeps hold the GIL: letting it go would cost more than they do.
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_FillInfo, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
+from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from posix.unistd cimport getpid
 
 from kvreuse._capi cimport *
+
+cdef extern from "Python.h":
+    object PyType_GenericAlloc(type kind, Py_ssize_t count)
+    void PyTuple_SET_ITEM(object made, Py_ssize_t i, object item)
 
 cdef extern from "internal.h" nogil:
     int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out) noexcept
@@ -86,6 +91,12 @@ cdef uint32_t _uint32(object value, str name) except? 4294967295:
 
 
 cdef uint64_t _uint64(object value, str name) except? 18446744073709551615:
+    cdef int overflow = 0
+    cdef int64_t number
+    if type(value) is int:
+        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not overflow and number >= 0:
+            return <uint64_t>number
     return <uint64_t>_status.as_integer(value, name, 0, 18446744073709551615)
 
 
@@ -204,6 +215,18 @@ cdef class _Keys:
         return True
 
 
+cdef object _named(type kind, tuple values):
+    """Make a NamedTuple without its Python constructor, which costs more than most system calls here."""
+    cdef Py_ssize_t i
+    cdef Py_ssize_t count = len(values)
+    cdef object made = PyType_GenericAlloc(kind, count)
+    for i in range(count):
+        item = values[i]
+        Py_INCREF(item)
+        PyTuple_SET_ITEM(made, i, item)
+    return made
+
+
 # ---- library ----
 
 
@@ -233,29 +256,32 @@ def crc32c(data, value=0):
 def handle_counts():
     cdef kvr_handle_counts counts
     kvr_handle_counts_get(&counts)
-    return HandleCounts(counts.regions, counts.mappings, counts.locks, counts.tables, counts.fds)
+    return _named(HandleCounts, (counts.regions, counts.mappings, counts.locks, counts.tables, counts.fds))
 
 
 # ---- regions and mappings ----
 
 
 cdef object _region_info(const kvr_region_info *info):
-    return RegionInfo(
-        info.handle,
-        info.nbytes,
-        info.physical_nbytes,
-        info.kind,
-        info.access,
-        info.origin,
-        info.mapping_count,
-        info.device,
-        info.inode,
-        info.region_id[:16],
+    return _named(
+        RegionInfo,
+        (
+            info.handle,
+            info.nbytes,
+            info.physical_nbytes,
+            info.kind,
+            info.access,
+            info.origin,
+            info.mapping_count,
+            info.device,
+            info.inode,
+            info.region_id[:16],
+        ),
     )
 
 
 cdef object _mapping_info(const kvr_mapping_info *info):
-    return MappingInfo(info.handle, info.region, info.address, info.nbytes, info.access, info.use_count)
+    return _named(MappingInfo, (info.handle, info.region, info.address, info.nbytes, info.access, info.use_count))
 
 
 def host_allocate(nbytes, kind, name, directory):
@@ -314,16 +340,19 @@ def region_observe(region):
     with nogil:
         status = kvr_region_observe(handle, &seen)
     _check(status)
-    return HostObservation(
-        seen.file_nbytes,
-        seen.allocated_nbytes,
-        seen.device,
-        seen.inode,
-        seen.file_mode,
-        seen.seals,
-        seen.access,
-        seen.page_nbytes,
-        seen.block_nbytes,
+    return _named(
+        HostObservation,
+        (
+            seen.file_nbytes,
+            seen.allocated_nbytes,
+            seen.device,
+            seen.inode,
+            seen.file_mode,
+            seen.seals,
+            seen.access,
+            seen.page_nbytes,
+            seen.block_nbytes,
+        ),
     )
 
 
@@ -418,14 +447,17 @@ def table_layout(slot_count, manifest_nbytes):
     cdef int64_t slots = _int64(slot_count, "slot_count")
     cdef kvr_table_layout layout
     _check(kvr_table_layout_get(slots, _int64(manifest_nbytes, "manifest_nbytes"), &layout))
-    return TableLayout(
-        layout.table_nbytes,
-        layout.claims_nbytes,
-        layout.record_offset_bytes,
-        layout.link_offset_bytes,
-        layout.bucket_offset_bytes,
-        layout.bucket_count,
-        layout.row_nbytes,
+    return _named(
+        TableLayout,
+        (
+            layout.table_nbytes,
+            layout.claims_nbytes,
+            layout.record_offset_bytes,
+            layout.link_offset_bytes,
+            layout.bucket_offset_bytes,
+            layout.bucket_count,
+            layout.row_nbytes,
+        ),
     )
 
 
@@ -474,16 +506,19 @@ def table_close(table):
 def table_info(table):
     cdef kvr_table_info info
     _check(kvr_table_info_get(_int64(table, "table"), &info))
-    return TableInfo(
-        info.part_id[:16],
-        info.slot_count,
-        info.block_nbytes,
-        info.region_count,
-        info.slots_per_region,
-        info.manifest_nbytes,
-        info.session,
-        info.role,
-        info.row,
+    return _named(
+        TableInfo,
+        (
+            info.part_id[:16],
+            info.slot_count,
+            info.block_nbytes,
+            info.region_count,
+            info.slots_per_region,
+            info.manifest_nbytes,
+            info.session,
+            info.role,
+            info.row,
+        ),
     )
 
 
@@ -546,7 +581,7 @@ def table_restore(table):
     with nogil:
         status = kvr_table_restore(handle, &found)
     _check(status)
-    return RestoreResult(found.sealed_count, found.bad_count, found.freed_count)
+    return _named(RestoreResult, (found.sealed_count, found.bad_count, found.freed_count))
 
 
 def table_reset(table):
@@ -810,21 +845,24 @@ def table_stats(table):
     with nogil:
         status = kvr_table_stats_get(handle, &stats)
     _check(status)
-    return TableStats(
-        stats.state,
-        stats.content_epoch,
-        stats.writer_session,
-        stats.dirty,
-        stats.slot_count,
-        stats.free_count,
-        stats.writing_count,
-        stats.sealed_count,
-        stats.stale_count,
-        stats.claimed_count,
-        stats.stored_total,
-        stats.evicted_total,
-        stats.replaced_total,
-        stats.cleared_total,
-        stats.corrupt_total,
-        stats.freed_total,
+    return _named(
+        TableStats,
+        (
+            stats.state,
+            stats.content_epoch,
+            stats.writer_session,
+            stats.dirty,
+            stats.slot_count,
+            stats.free_count,
+            stats.writing_count,
+            stats.sealed_count,
+            stats.stale_count,
+            stats.claimed_count,
+            stats.stored_total,
+            stats.evicted_total,
+            stats.replaced_total,
+            stats.cleared_total,
+            stats.corrupt_total,
+            stats.freed_total,
+        ),
     )
