@@ -80,7 +80,7 @@ def test_pure_wheel_is_for_any_platform(source):
     assert name == f"kvreuse-{VERSION}-py3-none-any.whl"
     assert {file.split("/")[0] for file in files} == {"kvreuse", f"kvreuse-{VERSION}.dist-info"}
     assert {"kvreuse/py.typed", "kvreuse/include/kvreuse.h", "kvreuse/errors.py"} <= set(files)
-    assert {Path(file).suffix for file in files if file.startswith("kvreuse/")} <= {".py", ".pyi", ".typed", ".h"}
+    assert {Path(file).suffix for file in files if file.startswith("kvreuse/")} <= {".py", ".pxd", ".typed", ".h"}
 
 
 @needs_compiler
