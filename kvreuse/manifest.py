@@ -174,7 +174,8 @@ class Manifest:
     layout : str
         Order of the axes in a block.
     hash_scheme, hash_root : str
-        How keys are made, and from which root. A root given as bytes is kept as hex.
+        How keys are made, and from which root. A root given as bytes is kept as hex, one of no bytes (sglang-sha256 has
+        it) as "none".
     topology : Topology
     segments : tuple of (str, int) or None
         Names and bytes of a block's pieces in slot order; they sum to block_bytes.
@@ -202,7 +203,9 @@ class Manifest:
         for name in ("model", "weights_id", "layout", "hash_scheme"):
             _text(getattr(self, name), name)
         root = self.hash_root
-        put(self, "hash_root", bytes(root).hex() if isinstance(root, (bytes, bytearray)) else _text(root, "hash_root"))
+        if isinstance(root, (bytes, bytearray)):
+            root = bytes(root).hex() or "none"
+        put(self, "hash_root", _text(root, "hash_root"))
         put(self, "dtype", normalise_dtype(self.dtype))
         for name in ("block_tokens", "block_bytes", "layers", "kv_heads", "head_dim"):
             put(self, name, _positive(getattr(self, name), name))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import kvreuse
+from kvreuse import hashing
 from kvreuse.hashing import get_scheme
 
 VLLM = {
@@ -68,3 +70,69 @@ def test_tokens_are_u32(token):
 def test_unknown_scheme_lists_the_known():
     with pytest.raises(kvreuse.NotSupportedError, match="sglang-sha256"):
         get_scheme("md5")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        # RFC 8949, appendix A.
+        (0, "00"), (23, "17"), (24, "1818"), (255, "18ff"), (256, "190100"), (1000, "1903e8"), (65536, "1a00010000"),
+        (1000000000000, "1b000000e8d4a51000"), (2**64 - 1, "1bffffffffffffffff"), (-1, "20"), (-1000, "3903e7"),
+        (-(2**64), "3bffffffffffffffff"), (False, "f4"), (True, "f5"), (None, "f6"), (b"", "40"),
+        (b"\1\2\3\4", "4401020304"), ("", "60"), ("\u00fc", "62c3bc"), ((), "80"), ((1, (2, 3)), "8201820203"),
+        (tuple(range(1, 26)), "98190102030405060708090a0b0c0d0e0f101112131415161718181819"),
+    ],
+)  # fmt: skip
+def test_cbor_is_canonical(value, text):
+    """C11: the bytes that are hashed are fixed, not only their equality within a process."""
+    assert hashing._cbor(value).hex() == text
+
+
+@pytest.mark.parametrize(
+    ("extra", "error"),
+    [
+        (1.5, TypeError),
+        ({"a": 1}, TypeError),
+        ((1, {2}), TypeError),
+        (2**64, kvreuse.RangeError),
+        (-(2**64) - 1, kvreuse.RangeError),
+    ],
+)
+def test_extra_keys_are_plain_values(extra, error):
+    """H7"""
+    scheme = get_scheme("vllm-sha256-cbor")
+    with pytest.raises(error):
+        scheme.block_keys(range(16), 16, scheme.root(), extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "error"),
+    [
+        (0, kvreuse.RangeError),
+        (-1, kvreuse.RangeError),
+        (2**31, kvreuse.RangeError),
+        (True, TypeError),
+        (1.0, TypeError),
+    ],
+)
+def test_block_tokens_is_a_positive_integer(block_tokens, error):
+    """H7"""
+    with pytest.raises(error, match="block_tokens"):
+        get_scheme("sglang-sha256").block_keys([1], block_tokens, b"")
+
+
+def test_numpy_tokens_are_the_same_tokens():
+    """H7: whatever their width."""
+    scheme = get_scheme("vllm-sha256-cbor")
+    plain = scheme.block_keys(range(32), 16, scheme.root())
+    for dtype in (np.int32, np.uint8, np.int64):
+        assert scheme.block_keys(np.arange(32, dtype=dtype), 16, scheme.root()) == plain
+
+
+def test_block_size_and_prefix_are_part_of_a_chain():
+    scheme = get_scheme("sglang-sha256")
+    keys = scheme.block_keys(range(64), 16, b"")
+    assert scheme.block_keys(range(50), 16, b"") == keys[:3]
+    assert not set(scheme.block_keys(range(64), 32, b"")) & set(keys)
+    # A chain goes on from its last key.
+    assert scheme.block_keys(range(32, 64), 16, keys[1]) == keys[2:]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 
 import pytest
 
 import kvreuse
+from kvreuse.hashing import get_scheme
 from kvreuse.manifest import compare, describe, incompatible, normalise_dtype
 
 FIELDS = {
@@ -143,3 +145,76 @@ def test_ranks_are_numbered_without_dp():
         kvreuse.Rank(tp=-1)
     with pytest.raises(TypeError):
         kvreuse.Rank(tp=True)
+
+
+@pytest.mark.parametrize("dtype", ["", "bf 16", "16", "torch.", "float-16"])
+def test_what_is_no_dtype_is_refused(dtype):
+    with pytest.raises(kvreuse.RangeError, match="dtype"):
+        make(dtype=dtype)
+
+
+def test_a_root_in_bytes_is_kept_as_hex():
+    assert make(hash_root=b"\x00\xff") == make(hash_root="00ff")
+    # The root of a chain that starts from nothing has to survive the way to the keeper as well.
+    none = make(hash_root=get_scheme("sglang-sha256").root())
+    assert none.hash_root == "none"
+    assert kvreuse.Manifest.from_dict(none.to_dict()) == none
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "word"),
+    [
+        ({"segments": [("a",)]}, TypeError, r"segments\[0\]"),
+        ({"segments": ["ab"]}, TypeError, r"segments\[0\]"),
+        ({"segments": [("a", 4096.0)]}, TypeError, r"segments\[0\] nbytes"),
+        ({"segments": [("a", 4096), ("b", 0)]}, kvreuse.RangeError, r"segments\[1\] nbytes"),
+        ({"segments": []}, kvreuse.RangeError, "sum to 0"),
+        ({"extra": [("a", 1)]}, TypeError, "extra"),
+        ({"extra": {"a": 1.0}}, TypeError, r"extra\['a'\]"),
+        ({"extra": {"a": 2**63}}, kvreuse.RangeError, r"extra\['a'\]"),
+        ({"extra": {1: "a"}}, TypeError, "extra"),
+        ({"topology": {"tp": 2}}, TypeError, "topology"),
+    ],
+)
+def test_pieces_that_are_wrong_are_named(changes, error, word):
+    """H7, R3"""
+    with pytest.raises(error, match=word):
+        make(**changes)
+
+
+def test_only_dicts_of_known_fields_are_read():
+    for cls in (kvreuse.Manifest, kvreuse.Topology, kvreuse.Rank):
+        with pytest.raises(TypeError, match="list"):
+            cls.from_dict([])
+    for cls in (kvreuse.Topology, kvreuse.Rank):
+        assert cls.from_dict(cls(tp=1, dp=1).to_dict()) == cls(tp=1, dp=1)
+        with pytest.raises(kvreuse.RangeError, match="did you mean 'pp'"):
+            cls.from_dict({"ppp": 1})
+    with pytest.raises(kvreuse.RangeError, match="did you mean 'tp'"):
+        kvreuse.Manifest.from_dict({**FIELDS, "topology": {"ttp": 1}})
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp", "dp"])
+@pytest.mark.parametrize(("value", "error"), [(0, kvreuse.RangeError), (1.0, TypeError), (True, TypeError)])
+def test_axes_are_sizes(axis, value, error):
+    """H7"""
+    with pytest.raises(error, match=rf"topology\.{axis}"):
+        kvreuse.Topology(**{axis: value})
+
+
+def test_extra_in_another_order_is_the_same_manifest():
+    one, other = make(extra={"a": 1, "b": None}), make(extra={"b": None, "a": 1})
+    assert one == other
+    assert one.digest() == other.digest()
+    assert compare(make(extra={"a": None}), make()) == {"extra.a": (None, "absent")}
+
+
+def test_a_digest_is_the_same_everywhere():
+    """R3: golden; SHA-256 of the JSON of to_dict with sorted keys and no spaces."""
+    text = (
+        '{"block_bytes":4096,"block_tokens":16,"dtype":"bfloat16","extra":{"n":3},"hash_root":"r",'
+        '"hash_scheme":"sglang-sha256","head_dim":64,"kv_heads":1,"layers":2,"layout":"LKHD","model":"m",'
+        '"segments":[["a",4096]],"topology":{"cp":1,"dp":1,"pp":1,"tp":2},"weights_id":"w1"}'
+    )
+    manifest = make(extra={"n": 3}, segments=[("a", 4096)], topology=kvreuse.Topology(tp=2))
+    assert manifest.digest() == hashlib.sha256(text.encode()).digest()

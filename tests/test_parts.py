@@ -228,3 +228,144 @@ def test_what_is_dropped_is_given_back_with_a_warning(play):
         stats = part.stats()
         assert (stats.writing_count, stats.claimed_count) == (0, 0)
     """)
+
+
+def test_an_exception_gives_back_what_was_reserved_and_claimed(play):
+    """I3: the error of the body comes through."""
+    play("""
+    with attach(keeper) as part:
+        fill(part, KEYS[:1])
+        def body():
+            with part.claim(KEYS[:1]) as claim, part.reserve(KEYS[1:3]) as made:
+                made.view(0)[:] = content(KEYS[1])
+                held.extend([claim, made])
+                raise ValueError("body")
+        held = []
+        refused(ValueError, body)
+        stats = part.stats()
+        assert (stats.sealed_count, stats.writing_count, stats.claimed_count, stats.free_count) == (1, 0, 0, 7), stats
+        for item in held:
+            refused(kvreuse.HandleClosedError, item.view, 0)
+        with part.reserve(KEYS[1:3]) as made:
+            made.commit()
+            refused(kvreuse.HandleClosedError, made.commit)
+            made.abort()
+        assert part.match(KEYS[:3]) == 3
+    """)
+
+
+def test_close_ends_what_is_open(play):
+    """H5: reservations are aborted, claims released; the next writer finds only what was sealed."""
+    play("""
+    part = attach(keeper)
+    fill(part, KEYS[:2])
+    claim, made = part.claim(KEYS[:2]), part.reserve(KEYS[2:4])
+    views = [claim.view(0), made.view(0)]
+    part.close()
+    for view in views:
+        refused(ValueError, lambda: view[0])
+    for call in (lambda: claim.view(0), lambda: made.view(0), made.commit, lambda: part.match(KEYS),
+                 lambda: part.claim(KEYS), lambda: part.reserve(KEYS), lambda: part.touch(KEYS), lambda: part.evict(1),
+                 part.clear, part.verify, part.stats, lambda: list(part.keys())):
+        refused(kvreuse.HandleClosedError, call)
+    claim.release()
+    made.abort()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del claim, made, part
+        gc.collect()
+    with attach(keeper) as part:
+        assert str(part.outcome) == "RESTORED(2)", part.outcome
+        stats = part.stats()
+        assert (stats.sealed_count, stats.writing_count, stats.claimed_count) == (2, 0, 0), stats
+    """)
+
+
+def test_a_claims_array_is_read_only_and_holds_the_part(play):
+    """H5, R6"""
+    play("""
+    part = attach(keeper)
+    fill(part, KEYS[:1])
+    claim = part.claim(KEYS[:1])
+    array = np.frombuffer(claim.view(0), np.uint8)
+    assert not array.flags.writeable and array.tobytes() == content(KEYS[0])
+    claim.release()
+    refused(kvreuse.BusyError, part.close)
+    refused(kvreuse.BusyError, part.__exit__, None, None, None)
+    assert part.match(KEYS[:1]) == 1
+    kept = array.copy()
+    del array
+    part.close()
+    assert kept.tobytes() == content(KEYS[0])
+    """)
+
+
+def test_policy_attach_takes_damage_out_before_anything_is_found(play):
+    """R2: RESTORED counts what is left, and says what is not."""
+    play(
+        """
+    for damaged, outcome in (([2, 5], "RESTORED(6): 2 block(s) with damaged data freed"), ([], "RESTORED(6)")):
+        with attach(keeper) as part:
+            fill(part, KEYS if damaged else [])
+            for i in damaged:
+                with part.claim([KEYS[i]]) as claim:
+                    slot = int(claim.slots[0])
+                part._view(slot)[4095] ^= 1
+            # The policy is for attaching: a claim does not look.
+            assert len(part.claim(KEYS[:1])) == 1
+            for claim in list(part._unended):
+                claim.release()
+        with attach(keeper) as part:
+            assert str(part.outcome) == outcome, part.outcome
+            assert [part.match([key]) for key in KEYS] == [1, 1, 0, 1, 1, 0, 1, 1]
+            assert part.stats().free_count == 2
+    """,
+        profile="PROFILE + '[checksum]\\nwhen = \"attach\"\\n'",
+    )
+
+
+def test_policy_off_has_nothing_to_compare(play):
+    """A block that was sealed without a checksum is not said to be good."""
+    play(
+        """
+    with attach(keeper) as part:
+        fill(part, KEYS)
+        assert part.verify() == kvreuse.VerifyResult(0, ())
+        assert part.match(KEYS) == 8
+    """,
+        profile="PROFILE + '[checksum]\\nwhen = \"off\"\\n'",
+    )
+
+
+def test_verify_skips_what_is_replaced_meanwhile(play):
+    """O7: the generation tells that the slot is another block's now; all others are compared."""
+    play("""
+    from kvreuse import parts
+    with attach(keeper) as part:
+        fill(part, KEYS[:4])
+        real = parts._backend.table_claim_slots
+        def claim_slots(table, slots, generations):
+            if len(slots) == 4:
+                parts._backend.table_claim_slots = real
+                with part.claim([KEYS[1]]) as claim:
+                    slot = int(claim.slots[0])
+                fill(part, [b"other"], slots=[slot])
+            return real(table, slots, generations)
+        parts._backend.table_claim_slots = claim_slots
+        assert part.verify() == kvreuse.VerifyResult(3, ())
+        assert part.verify() == kvreuse.VerifyResult(4, ())
+        assert part.match([b"other"]) == 1 and part.stats().claimed_count == 0
+    """)
+
+
+def test_verify_and_keys_go_on_over_their_pages(play):
+    play("""
+    from kvreuse import parts
+    parts.VERIFY_BATCH_SLOTS = 3
+    with attach(keeper) as part:
+        fill(part, KEYS)
+        assert part.verify() == kvreuse.VerifyResult(8, ()) and list(part.keys()) == KEYS
+        assert part.evict(3) == 3
+        assert part.verify() == kvreuse.VerifyResult(5, ()) and list(part.keys()) == KEYS[3:]
+        assert part.clear() == (5, 0) and list(part.keys()) == [] and part.verify() == (0, ())
+    """)

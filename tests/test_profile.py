@@ -99,3 +99,48 @@ def test_documentation_lists_every_key(root_dir):
     for section, values in load(ON).to_dict().items():
         for key in values:
             assert f"`[{section}] {key}`" in text or f"`{key}`" in text, (section, key)
+
+
+def test_a_profile_that_says_no_is_another_reason_than_none():
+    """P1"""
+    said = load("[reuse]\nenabled = false\n").reuse_reason()
+    assert said == "reuse is off: the profile says [reuse] enabled = false"
+    assert kvreuse.Profile.off().reuse_reason() != said
+
+
+@pytest.mark.parametrize(
+    ("data", "word"),
+    [([], "list"), ({"reuse": None}, "reuse"), ({"reuse": {"enabled": True}, "table": {"lock_wait_s": 3601}}, "3600"),
+     ({"reuse": {"enabled": True}, "retention": {"ttl_s": float("nan")}}, "ttl_s"),
+     ({"reuse": {"enabled": True}, "retention": {"max_bytes": True}}, "max_bytes"),
+     ({"reuse": {"enabled": True}, "security": {"allow_uids": [2**32 - 1]}}, "allow_uids")],
+)  # fmt: skip
+def test_dicts_are_checked_as_text_is(data, word):
+    """P2"""
+    with pytest.raises(kvreuse.ProfileError, match=word):
+        kvreuse.Profile.from_dict(data)
+
+
+def test_a_profile_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        load(ON).reuse.enabled = False
+
+
+@pytest.mark.parametrize(
+    ("lines", "folder"), [("0::/a/b\n", "a"), ("0::/a/b\n", "a/b"), ("0::/\n", ""), ("4:cpu,memory:/a\n", "memory/a")]
+)
+def test_limits_of_every_parent_bind(tmp_path, monkeypatch, lines, folder):
+    """K4: a limit of 1 MiB in any folder on the way."""
+    root = tmp_path / "cgroup"
+    (root / "a" / "b").mkdir(parents=True)
+    (root / "memory" / "a").mkdir(parents=True)
+    (root / "memory.max").write_text("max\n")
+    (root / folder / ("memory.limit_in_bytes" if "memory" in folder else "memory.max")).write_text("1048576\n")
+    (tmp_path / "self").write_text(lines)
+    paths = {"/sys/fs/cgroup": root, "/sys/fs/cgroup/memory": root / "memory", "/proc/self/cgroup": tmp_path / "self"}
+    monkeypatch.setattr(profile_module, "Path", lambda path: paths.get(path, tmp_path / "none"))
+    assert profile_module._cgroup_limits() == [1 << 20]
+    assert profile_module.default_max_bytes() == 1 << 19
+    (tmp_path / "self").unlink()
+    assert profile_module._cgroup_limits() == []
+    assert profile_module.default_max_bytes() == 1 << 30

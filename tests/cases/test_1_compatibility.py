@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,39 +22,42 @@ import restart_scene as scene
 """
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "both"),
-    [
-        ("dtype", "float16", ("bfloat16", "float16")),
-        ("block_bytes", 8192, ("4096", "8192")),
-        ("layers", 4, ("2", "4")),
-        ("kv_heads", 2, ("1", "2")),
-        ("block_tokens", 32, ("16", "32")),
-        ("hash_scheme", "vllm-sha256-cbor", ("sglang-sha256", "vllm-sha256-cbor")),
-        ("hash_root", "r2", ("r1", "r2")),
-        ("weights_id", "w2", ("w1", "w2")),
-    ],
-)
-def test_c3_exactly_the_field_that_differs_is_named(run_python, field, value, both):
-    """C3, R3: with both values, and no other field."""
+CHANGES = [
+    ("dtype", "float16", ("bfloat16", "float16")),
+    ("block_bytes", 8192, ("4096", "8192")),
+    ("layers", 4, ("2", "4")),
+    ("kv_heads", 2, ("1", "2")),
+    ("block_tokens", 32, ("16", "32")),
+    ("hash_scheme", "vllm-sha256-cbor", ("sglang-sha256", "vllm-sha256-cbor")),
+    ("hash_root", "r2", ("r1", "r2")),
+    ("weights_id", "w2", ("w1", "w2")),
+]
+FIELDS = {"abi", "model", "head_dim", "layout", "topology", "segments", *(field for field, _, _ in CHANGES)}
+
+
+def test_c3_exactly_the_field_that_differs_is_named(run_python, backend_name):
+    """C3, R3: one at a time, with both values, and no other field; nothing of the old part is found."""
     code = f"""
 with kvreuse.testing.keeper(scene.PROFILE) as path, kvreuse.connect(path) as keeper:
-    with scene.attach(keeper, 0) as part:
-        scene.fill(part, scene.KEYS)
-    with scene.attach(keeper, 0, **{{{field!r}: {value!r}}}) as part:
-        print(part.outcome.kind.name, part.outcome.reason)
+    for group, (field, value, _) in enumerate({CHANGES!r}):
+        options = {{"blocks": 8, "group": str(group)}}
+        with keeper.attach(scene.manifest(), kvreuse.Rank(), **options) as part:
+            scene.fill(part, scene.KEYS)
+        with keeper.attach(scene.manifest(**{{field: value}}), kvreuse.Rank(), **options) as part:
+            assert part.match(scene.KEYS) == 0
+            print(part.outcome.kind.name, part.outcome.reason)
 """
-    done = run_python(HEAD + code)
-    assert done.stdout.startswith("EMPTY "), done.stderr
-    named = {name for name in ("abi", "dtype", "block_bytes", "layers", "kv_heads", "block_tokens", "hash_scheme",
-                               "hash_root", "weights_id", "model", "head_dim", "layout", "topology")
-             if f"{name}:" in done.stdout}  # fmt: skip
-    assert named == {field}, done.stdout
-    for word in both:
-        assert word in done.stdout
+    done = run_python(HEAD + code, backend=backend_name)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(CHANGES), done.stderr
+    for line, (field, _, both) in zip(lines, CHANGES, strict=True):
+        assert line.startswith("EMPTY ")
+        assert {name for name in FIELDS if f"{name}:" in line or f"{name}." in line} == {field}, line
+        for word in both:
+            assert re.search(rf"(?<![\w-]){word}(?![\w-])", line), line
 
 
-def test_c3_another_abi_is_named_with_both_values(run_python):
+def test_c3_another_abi_is_named_with_both_values(run_python, backend_name):
     """C3: a worker of another ABI; the keeper stays up."""
     code = """
 import kvreuse._api as api
@@ -67,7 +71,7 @@ with kvreuse.testing.keeper(scene.PROFILE) as path:
     with kvreuse.connect(path) as keeper:
         print(keeper.status()["parts"])
 """
-    done = run_python(HEAD + code)
+    done = run_python(HEAD + code, backend=backend_name)
     assert done.stdout == "{'abi': (1, 2)}\n[]\n", done.stderr
 
 
@@ -80,6 +84,7 @@ with scene.dead_worker() as keeper:
         table[8:12] = (2).to_bytes(4, "little")
         table[12:8192] = os.urandom(8180)
     with scene.attach(keeper, 0) as part:
+        assert part.match(scene.KEYS) == 0
         print(part.outcome)
 """
     done = run_python(HEAD + code, backend=backend_name)
@@ -103,7 +108,7 @@ for name in ("vllm-sha256-cbor", "sglang-sha256"):
     assert unset.stdout.count("'") == 12
 
 
-def test_c11_another_root_is_named(run_python):
+def test_c11_another_root_is_named(run_python, backend_name):
     """C11, R3: a rank that declares another root joins no group of the first."""
     code = """
 with kvreuse.testing.keeper(scene.PROFILE) as path, kvreuse.connect(path) as keeper, scene.attach(keeper, 0):
@@ -113,7 +118,7 @@ with kvreuse.testing.keeper(scene.PROFILE) as path, kvreuse.connect(path) as kee
         print(error)
     print(keeper.group("g").readiness())
 """
-    done = run_python(HEAD + code)
+    done = run_python(HEAD + code, backend=backend_name)
     refused, readiness = done.stdout.splitlines()
     for word in ("hash_root", "r1", "r2"):
         assert word in refused, done.stderr
@@ -218,22 +223,33 @@ def test_g2_an_unknown_word_lists_the_words(run_python):
     assert "auto, core, fallback" in done.stderr
 
 
-def test_h1_import_and_allocate_start_nothing(run_python, backend_name):
+def test_h1_import_and_allocate_start_nothing(run_python, backend_name, tmp_path):
     """H1, P1: no thread, process, socket or file; no numpy, which would start threads."""
     code = """
 import os, sys
 def threads(): return len(os.listdir("/proc/self/task"))
 def children(): return open(f"/proc/self/task/{os.getpid()}/children").read()
-before = threads(), children(), set(os.listdir("."))
+def fds():
+    found = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sorted(os.readlink(fd) for fd in found if os.path.lexists(fd))
+def files(): return [set(os.listdir(folder)) for folder in (".", os.environ["TMPDIR"], "/dev/shm")]
+def started(): return threads(), children(), files()
+before, fds_before = started(), fds()
 import kvreuse
 region = kvreuse.open_provider("host").allocate(4096)
-after = threads(), children(), set(os.listdir("."))
-assert before == after, (before, after)
-fds = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-names = [os.readlink(fd) for fd in fds if os.path.lexists(fd)]
-print(sum("socket" in name for name in names), [name for name in names if "memfd:kvreuse" in name])
-print("numpy" in sys.modules)
+assert started() == before, (before, started())
+new = fds()
+for name in fds_before:
+    new.remove(name)
+print(new, "numpy" in sys.modules)
+# The names that need it are there too, and start nothing either.
+kvreuse.Manifest, kvreuse.Profile, kvreuse.connect
+assert started() == before, (before, started())
 region.close()
+assert fds() == fds_before
 """
-    done = run_python(code, backend=backend_name)
-    assert done.stdout == "0 ['/memfd:kvreuse (deleted)']\nFalse\n", done.stdout + done.stderr
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    done = run_python(code, backend=backend_name, env={"TMPDIR": str(folder)})
+    assert done.stdout == "['/memfd:kvreuse (deleted)'] False\n", done.stdout + done.stderr
+    assert done.stderr == ""

@@ -107,7 +107,8 @@ def test_f8_a_small_dev_shm_does_not_matter(tmp_path, backend_name):
 
 
 @pytest.fixture
-def keeper():
+def keeper(backend_name, monkeypatch):
+    monkeypatch.setenv("KVREUSE_BACKEND", backend_name)
     with kvreuse.testing.keeper("[reuse]\nenabled = true\n") as path:
         yield path
 
