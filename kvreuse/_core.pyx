@@ -9,29 +9,26 @@ from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_FillInfo, PyBuffer_IsContigu
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.ref cimport Py_INCREF
+from cython cimport final
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport strlen
 from posix.unistd cimport getpid
 
 from kvreuse._capi cimport *
 
 cdef extern from "Python.h":
     object PyType_GenericAlloc(type kind, Py_ssize_t count)
+    const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *nbytes) except NULL
     void PyTuple_SET_ITEM(object made, Py_ssize_t i, object item)
 
 cdef extern from "internal.h" nogil:
     int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out) noexcept
 
 from . import _status
-from ._api import (
-    HandleCounts,
-    HostObservation,
-    MappingInfo,
-    RegionInfo,
-    RestoreResult,
-    TableInfo,
-    TableLayout,
-    TableStats,
-)
+from ._api import HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
+from ._api import HostObservation as _HostObservation
+from ._api import MappingInfo as _MappingInfo
+from ._api import RegionInfo as _RegionInfo
 
 include "_abi.pxi"
 
@@ -46,7 +43,7 @@ def _struct_nbytes():
 # ---- what comes in, and errors ----
 
 
-cdef int _check(int32_t status, str call=None) except -1:
+cdef inline int _check(int32_t status, str call=None) except -1:
     """Raise the error of this thread's last call if it failed; `call` names another function than the one that found it."""
     cdef kvr_error error
     if status >= 0:
@@ -62,7 +59,7 @@ cdef int _check(int32_t status, str call=None) except -1:
     )
 
 
-cdef int64_t _int64(object value, str name) except? -1:
+cdef inline int64_t _int64(object value, str name) except? -1:
     cdef int overflow = 0
     cdef int64_t number
     if type(value) is int:
@@ -72,7 +69,7 @@ cdef int64_t _int64(object value, str name) except? -1:
     return _status.as_integer(value, name)
 
 
-cdef int64_t _ranged(object value, str name, int64_t low, int64_t high) except? -1:
+cdef inline int64_t _ranged(object value, str name, int64_t low, int64_t high) except? -1:
     cdef int overflow = 0
     cdef int64_t number
     if type(value) is int:
@@ -82,15 +79,15 @@ cdef int64_t _ranged(object value, str name, int64_t low, int64_t high) except? 
     return _status.as_integer(value, name, low, high)
 
 
-cdef int32_t _int32(object value, str name) except? -1:
+cdef inline int32_t _int32(object value, str name) except? -1:
     return <int32_t>_ranged(value, name, -2147483648, 2147483647)
 
 
-cdef uint32_t _uint32(object value, str name) except? 4294967295:
+cdef inline uint32_t _uint32(object value, str name) except? 4294967295:
     return <uint32_t>_ranged(value, name, 0, 4294967295)
 
 
-cdef uint64_t _uint64(object value, str name) except? 18446744073709551615:
+cdef inline uint64_t _uint64(object value, str name) except? 18446744073709551615:
     cdef int overflow = 0
     cdef int64_t number
     if type(value) is int:
@@ -175,12 +172,26 @@ cdef bytes _exact_bytes(object value, str name):
     return value
 
 
-cdef bytes _text(object value, str name, str want):
+cdef object _text(object value, str name, str want):
+    """Give what owns the UTF-8 of a str without NUL: itself, or bytes for a path that is no UTF-8 (PEP 383)."""
+    cdef Py_ssize_t nbytes = 0
+    cdef const char *text
+    cdef object owner = value
     if not isinstance(value, str):
         raise _status.buffer_error(name, value, want)
-    if "\0" in value:
+    try:
+        text = PyUnicode_AsUTF8AndSize(value, &nbytes)
+    except UnicodeEncodeError:
+        owner = value.encode("utf-8", "surrogateescape")
+        text = PyBytes_AS_STRING(owner)
+        nbytes = PyBytes_GET_SIZE(owner)
+    if <Py_ssize_t>strlen(text) != nbytes:
         raise _status.buffer_error(name, value, "str without NUL")
-    return value.encode("utf-8", "surrogateescape")
+    return owner
+
+
+cdef inline const char *_chars(object owner) except NULL:
+    return PyBytes_AS_STRING(owner) if isinstance(owner, bytes) else PyUnicode_AsUTF8AndSize(owner, NULL)
 
 
 cdef class _Keys:
@@ -262,47 +273,175 @@ def handle_counts():
 # ---- regions and mappings ----
 
 
-cdef object _region_info(const kvr_region_info *info):
-    return _named(
-        RegionInfo,
-        (
-            info.handle,
-            info.nbytes,
-            info.physical_nbytes,
-            info.kind,
-            info.access,
-            info.origin,
-            info.mapping_count,
-            info.device,
-            info.inode,
-            info.region_id[:16],
-        ),
-    )
+cdef class _Record:
+    """A record as its C bytes; each field is made when asked for. In all else it is the fallback's named tuple."""
+
+    cdef object named(self):
+        raise NotImplementedError
+
+    def __iter__(self):
+        return iter(self.named())
+
+    def __len__(self):
+        return len(self.named())
+
+    def __getitem__(self, index):
+        return self.named()[index]
+
+    def __eq__(self, other):
+        return self.named() == ((<_Record>other).named() if isinstance(other, _Record) else other)
+
+    def __hash__(self):
+        return hash(self.named())
+
+    def __repr__(self):
+        return repr(self.named())
 
 
-cdef object _mapping_info(const kvr_mapping_info *info):
-    return _named(MappingInfo, (info.handle, info.region, info.address, info.nbytes, info.access, info.use_count))
+@final
+cdef class RegionInfo(_Record):
+    cdef kvr_region_info raw
+
+    cdef object named(self):
+        return _named(_RegionInfo, (self.raw.handle, self.raw.nbytes, self.raw.physical_nbytes, self.raw.kind, self.raw.access, self.raw.origin, self.raw.mapping_count, self.raw.device, self.raw.inode, self.raw.region_id[:16]))
+
+    @property
+    def handle(self):
+        return self.raw.handle
+
+    @property
+    def nbytes(self):
+        return self.raw.nbytes
+
+    @property
+    def physical_nbytes(self):
+        return self.raw.physical_nbytes
+
+    @property
+    def kind(self):
+        return self.raw.kind
+
+    @property
+    def access(self):
+        return self.raw.access
+
+    @property
+    def origin(self):
+        return self.raw.origin
+
+    @property
+    def mapping_count(self):
+        return self.raw.mapping_count
+
+    @property
+    def device(self):
+        return self.raw.device
+
+    @property
+    def inode(self):
+        return self.raw.inode
+
+    @property
+    def region_id(self):
+        return self.raw.region_id[:16]
+
+
+@final
+cdef class MappingInfo(_Record):
+    cdef kvr_mapping_info raw
+
+    cdef object named(self):
+        return _named(_MappingInfo, (self.raw.handle, self.raw.region, self.raw.address, self.raw.nbytes, self.raw.access, self.raw.use_count))
+
+    @property
+    def handle(self):
+        return self.raw.handle
+
+    @property
+    def region(self):
+        return self.raw.region
+
+    @property
+    def address(self):
+        return self.raw.address
+
+    @property
+    def nbytes(self):
+        return self.raw.nbytes
+
+    @property
+    def access(self):
+        return self.raw.access
+
+    @property
+    def use_count(self):
+        return self.raw.use_count
+
+
+@final
+cdef class HostObservation(_Record):
+    cdef kvr_observation raw
+
+    cdef object named(self):
+        return _named(_HostObservation, (self.raw.file_nbytes, self.raw.allocated_nbytes, self.raw.device, self.raw.inode, self.raw.file_mode, self.raw.seals, self.raw.access, self.raw.page_nbytes, self.raw.block_nbytes))
+
+    @property
+    def file_nbytes(self):
+        return self.raw.file_nbytes
+
+    @property
+    def allocated_nbytes(self):
+        return self.raw.allocated_nbytes
+
+    @property
+    def device(self):
+        return self.raw.device
+
+    @property
+    def inode(self):
+        return self.raw.inode
+
+    @property
+    def file_mode(self):
+        return self.raw.file_mode
+
+    @property
+    def seals(self):
+        return self.raw.seals
+
+    @property
+    def access(self):
+        return self.raw.access
+
+    @property
+    def page_nbytes(self):
+        return self.raw.page_nbytes
+
+    @property
+    def block_nbytes(self):
+        return self.raw.block_nbytes
 
 
 def host_allocate(nbytes, kind, name, directory):
     cdef int64_t size = _int64(nbytes, "nbytes")
     cdef int32_t wanted = _int32(kind, "kind")
-    cdef bytes label = _text(name, "name", "str")
-    cdef bytes folder = None if directory is None else _text(directory, "directory", "str or None")
-    cdef const char *label_text = PyBytes_AS_STRING(label)
-    cdef const char *folder_text = NULL if folder is None else PyBytes_AS_STRING(folder)
-    cdef kvr_region_info info
+    cdef object label_owner = _text(name, "name", "str")
+    cdef object folder_owner = None if directory is None else _text(directory, "directory", "str or None")
+    cdef const char *label = _chars(label_owner)
+    cdef const char *folder = NULL if folder_owner is None else _chars(folder_owner)
+    cdef RegionInfo made = RegionInfo.__new__(RegionInfo)
+    cdef kvr_region_info *out = &made.raw
     cdef int32_t status
     with nogil:
-        status = kvr_host_allocate(size, wanted, label_text, folder_text, &info)
+        status = kvr_host_allocate(size, wanted, label, folder, out)
     _check(status)
-    return _region_info(&info)
+    return made
 
 
 def region_info(region):
-    cdef kvr_region_info info
-    _check(kvr_region_info_get(_int64(region, "region"), &info))
-    return _region_info(&info)
+    cdef RegionInfo found = RegionInfo.__new__(RegionInfo)
+    _check(kvr_region_info_get(_int64(region, "region"), &found.raw))
+    return found
 
 
 def region_export(region):
@@ -324,36 +463,25 @@ def region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags):
     cdef uint64_t st_ino = _uint64(inode, "inode")
     cdef uint32_t bits = _uint32(flags, "flags")
     cdef const uint8_t *name = <const uint8_t *>PyBytes_AS_STRING(identity)
-    cdef kvr_region_info info
+    cdef RegionInfo made = RegionInfo.__new__(RegionInfo)
+    cdef kvr_region_info *out = &made.raw
     cdef int32_t status
     _check_length("region_id", PyBytes_GET_SIZE(identity), KVR_REGION_ID_NBYTES, "bytes")
     with nogil:
-        status = kvr_region_import(descriptor, size, physical, name, st_dev, st_ino, bits, &info)
+        status = kvr_region_import(descriptor, size, physical, name, st_dev, st_ino, bits, out)
     _check(status)
-    return _region_info(&info)
+    return made
 
 
 def region_observe(region):
     cdef int64_t handle = _int64(region, "region")
-    cdef kvr_observation seen
+    cdef HostObservation seen = HostObservation.__new__(HostObservation)
+    cdef kvr_observation *out = &seen.raw
     cdef int32_t status
     with nogil:
-        status = kvr_region_observe(handle, &seen)
+        status = kvr_region_observe(handle, out)
     _check(status)
-    return _named(
-        HostObservation,
-        (
-            seen.file_nbytes,
-            seen.allocated_nbytes,
-            seen.device,
-            seen.inode,
-            seen.file_mode,
-            seen.seals,
-            seen.access,
-            seen.page_nbytes,
-            seen.block_nbytes,
-        ),
-    )
+    return seen
 
 
 def region_placement(region, nodes):
@@ -373,12 +501,13 @@ def region_map(region, access, flags):
     cdef int64_t handle = _int64(region, "region")
     cdef int32_t wanted = _int32(access, "access")
     cdef uint32_t bits = _uint32(flags, "flags")
-    cdef kvr_mapping_info info
+    cdef MappingInfo made = MappingInfo.__new__(MappingInfo)
+    cdef kvr_mapping_info *out = &made.raw
     cdef int32_t status
     with nogil:
-        status = kvr_region_map(handle, wanted, bits, &info)
+        status = kvr_region_map(handle, wanted, bits, out)
     _check(status)
-    return _mapping_info(&info)
+    return made
 
 
 def region_close(region):
@@ -390,9 +519,9 @@ def region_close(region):
 
 
 def mapping_info(mapping):
-    cdef kvr_mapping_info info
-    _check(kvr_mapping_info_get(_int64(mapping, "mapping"), &info))
-    return _mapping_info(&info)
+    cdef MappingInfo found = MappingInfo.__new__(MappingInfo)
+    _check(kvr_mapping_info_get(_int64(mapping, "mapping"), &found.raw))
+    return found
 
 
 cdef class MappingBuffer:

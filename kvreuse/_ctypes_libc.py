@@ -142,8 +142,7 @@ _incref.argtypes = [ctypes.py_object]
 _incref.restype = None
 
 
-def address_of(exporter: Any) -> int:
-    """Return the address of an exporter's first byte, read-only ones included. Valid while the exporter keeps it."""
+def _address_of_buffer(exporter: Any) -> int:
     view = Py_buffer()
     _get_buffer(exporter, ctypes.byref(view), 0)  # 0: PyBUF_SIMPLE; raises by itself
     address = int(view.buf or 0)
@@ -162,11 +161,13 @@ def keep_for_ever(thing: Any) -> None:
 
 
 # mmap_object: the head, then data, size, pos, offset, and the count of exported buffers, which Python does not tell.
-_EXPORTS_OFFSET = object.__basicsize__ + 4 * ctypes.sizeof(ctypes.c_void_p)
+_DATA_OFFSET = object.__basicsize__
+_EXPORTS_OFFSET = _DATA_OFFSET + 4 * ctypes.sizeof(ctypes.c_void_p)
+_word_at = ctypes.c_ssize_t.from_address
 
 
 def _peek(exporter: mmap.mmap) -> int:
-    return ctypes.c_ssize_t.from_address(id(exporter) + _EXPORTS_OFFSET).value
+    return _word_at(id(exporter) + _EXPORTS_OFFSET).value
 
 
 def _can_peek() -> bool:
@@ -175,7 +176,8 @@ def _can_peek() -> bool:
         for _ in range(2):
             with memoryview(probe), memoryview(probe):
                 seen.append(_peek(probe))
-        return seen == [0, 2, 2] and _peek(probe) == 0
+        address = _word_at(id(probe) + _DATA_OFFSET).value
+        return seen == [0, 2, 2] and _peek(probe) == 0 and address == _address_of_buffer(probe)
 
 
 _CAN_PEEK = _can_peek()
@@ -184,3 +186,8 @@ _CAN_PEEK = _can_peek()
 def export_count(exporter: mmap.mmap) -> int:
     """Count the buffers taken from an open mmap; where this Python lays its objects out otherwise, always 0."""
     return _peek(exporter) if _CAN_PEEK and not exporter.closed else 0
+
+
+def address_of(exporter: mmap.mmap) -> int:
+    """Return the address of an open mmap's first byte, read-only ones included. Valid while the mmap is open."""
+    return _word_at(id(exporter) + _DATA_OFFSET).value if _CAN_PEEK else _address_of_buffer(exporter)

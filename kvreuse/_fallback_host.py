@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import mmap
@@ -112,6 +111,19 @@ def _as_text(value: Any, name: str, want: str) -> bytes:
 class Region:
     """A region; its fd is owned."""
 
+    __slots__ = (
+        "access",
+        "device",
+        "fd",
+        "handle",
+        "inode",
+        "kind",
+        "mapping_count",
+        "nbytes",
+        "origin",
+        "physical_nbytes",
+        "region_id",
+    )
     sort = c.KVR_SORT_REGION
 
     def __init__(self, fd: int, nbytes: int, physical_nbytes: int, kind: int, origin: int, region_id: bytes) -> None:
@@ -142,10 +154,13 @@ class Region:
 class MappingBuffer(mmap.mmap):
     """What exports a mapping's bytes; the mapping stays while anyone has a buffer of it."""
 
+    __slots__ = ()
+
 
 class Mapping:
     """A mapping of a region."""
 
+    __slots__ = ("access", "address", "buffer", "handle", "holds", "nbytes", "region", "uses")
     sort = c.KVR_SORT_MAPPING
 
     def __init__(self, region: Region, buffer: MappingBuffer, access: int) -> None:
@@ -252,12 +267,15 @@ else:
 def map_memory(fd: int, nbytes: int, access: int, dontfork: bool, call: str, offset: int = 0) -> MappingBuffer:
     """Map `nbytes` bytes of an fd, shared. Close it with `unmap_memory`."""
     # Touching pages that a file was cut by is a SIGBUS; mmap itself looks only at files whose fstat works.
-    found = _step("fstat", os.fstat, fd).st_size
+    try:
+        found = os.fstat(fd).st_size
+    except OSError as error:
+        raise _status.from_errno("fstat", error.errno or 0) from None
     if found < offset + nbytes:
         raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_SIZE, (offset + nbytes, found), call)
-    how = mmap.ACCESS_WRITE if access == c.KVR_ACCESS_READ_WRITE else mmap.ACCESS_READ
+    protection = mmap.PROT_READ | mmap.PROT_WRITE if access == c.KVR_ACCESS_READ_WRITE else mmap.PROT_READ
     try:
-        buffer = MappingBuffer(fd, nbytes, access=how, offset=offset, **_TRACK)
+        buffer = MappingBuffer(fd, nbytes, mmap.MAP_SHARED, protection, mmap.ACCESS_DEFAULT, offset, **_TRACK)
     except OSError as error:
         raise _status.from_errno("mmap", error.errno or 0) from None
     except ValueError:
@@ -503,7 +521,7 @@ def region_map(region: Any, access: Any, flags: Any) -> _api.MappingInfo:
             unmap_memory(buffer)
             raise
         thing.mapping_count += 1
-        return mapping.info()
+        return _api.MappingInfo(mapping.handle, handle, mapping.address, mapping.nbytes, access, 0)
 
 
 def region_close(region: Any) -> None:
@@ -517,9 +535,10 @@ def region_close(region: Any) -> None:
             raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_REGION_MAPPED, values, call)
         unregister(thing)
         fd, thing.fd = thing.fd, -1
-    # After close() the number is free whatever it says.
-    with contextlib.suppress(OSError):
+    try:  # noqa: SIM105 - contextlib.suppress costs more than the call
         os.close(fd)
+    except OSError:
+        pass  # after close() the number is free whatever it says
 
 
 def mapping_info(mapping: Any) -> _api.MappingInfo:

@@ -7,26 +7,44 @@
 
 #include "internal.h"
 
-#define GENERATION_MAX INT32_MAX
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, nbytes) ((void)(address))
+#define ASAN_UNPOISON_MEMORY_REGION(address, nbytes) ((void)(address))
+#endif
 
+#define GENERATION_MAX INT32_MAX
+#define STORAGE_NBYTES 112
+#define CHUNK_SLOTS 64
+
+/* Two cache lines. Regions and mappings live in their slot, so that finding one touches no other memory. */
 typedef struct slot {
     int32_t generation;
-    kvr_object *object; /* NULL: closed */
+    int32_t reserved;
+    kvr_object *object; /* NULL: closed; else in storage, or memory of its maker (a table) */
+    _Alignas(8) uint8_t storage[STORAGE_NBYTES];
 } slot;
 
+_Static_assert(sizeof(slot) == 128, "two cache lines");
+_Static_assert(sizeof(kvr_region) <= STORAGE_NBYTES && sizeof(kvr_mapping) <= STORAGE_NBYTES, "they live in their slot");
+
+/* What every call reads comes first, in one cache line. Slots never move and are never freed: 128 bytes for each handle
+ * that was open at the same time. */
 static struct {
     pthread_mutex_t mutex;
-    slot *slots;
+    _Atomic int32_t forked;
+    int32_t reserved;
+    slot **chunks; /* CHUNK_SLOTS each */
     int64_t slot_count;
-    int64_t capacity;
-    int64_t *vacant; /* slots to use again, the last first; as long as slots */
+    int64_t *vacant; /* slots to use again, the last first; as many as the chunks have */
     int64_t vacant_count;
     int64_t counts[5]; /* by sort */
     int64_t fds;
+    int64_t capacity;
     kvr_lock *locks;
     int64_t owner_pid;
-    _Atomic int32_t forked;
-} process = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+} process __attribute__((aligned(64))) = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
 static _Thread_local kvr_error last_error;
 
@@ -116,27 +134,35 @@ void kvr_handles_unlock(void) { pthread_mutex_unlock(&process.mutex); }
 void kvr_count_fds(int64_t delta) { process.fds += delta; }
 kvr_lock **kvr_locks(void) { return &process.locks; }
 
+static slot *slot_at(int64_t index) { return &process.chunks[index / CHUNK_SLOTS][index % CHUNK_SLOTS]; }
+
 static int32_t grow(const char *call)
 {
-    int64_t capacity = process.capacity ? 2 * process.capacity : 64;
-    slot *slots;
+    int64_t capacity = process.capacity + CHUNK_SLOTS;
+    slot **chunks, *chunk;
     int64_t *vacant;
     if (capacity > INT32_MAX)
         return kvr_fail(KVR_ERROR_OUT_OF_MEMORY, KVR_DETAIL_HANDLES_EXHAUSTED, call, process.slot_count, 0, 0, 0);
-    slots = realloc(process.slots, (size_t)capacity * sizeof *slots);
-    if (!slots)
+    chunks = realloc(process.chunks, (size_t)(capacity / CHUNK_SLOTS) * sizeof(slot *));
+    if (!chunks)
         return kvr_fail_errno("malloc", ENOMEM);
-    process.slots = slots;
+    process.chunks = chunks;
     vacant = realloc(process.vacant, (size_t)capacity * sizeof *vacant);
     if (!vacant)
         return kvr_fail_errno("malloc", ENOMEM);
     process.vacant = vacant;
+    chunk = aligned_alloc(128, CHUNK_SLOTS * sizeof(slot));
+    if (!chunk)
+        return kvr_fail_errno("malloc", ENOMEM);
+    memset(chunk, 0, CHUNK_SLOTS * sizeof(slot));
+    process.chunks[process.capacity / CHUNK_SLOTS] = chunk;
     process.capacity = capacity;
     return KVR_OK;
 }
 
-int32_t kvr_register(kvr_object *object, int32_t sort, const char *call)
+int32_t kvr_register(kvr_object *object, int32_t sort, const char *call, kvr_object **out)
 {
+    slot *place;
     int64_t index;
     if (process.vacant_count) {
         index = process.vacant[--process.vacant_count];
@@ -147,36 +173,47 @@ int32_t kvr_register(kvr_object *object, int32_t sort, const char *call)
                 return status;
         }
         index = process.slot_count++;
-        process.slots[index].generation = 0;
     }
-    process.slots[index].generation++;
-    process.slots[index].object = object;
+    place = slot_at(index);
+    if (!object) {
+        ASAN_UNPOISON_MEMORY_REGION(place->storage, STORAGE_NBYTES);
+        memset(place->storage, 0, STORAGE_NBYTES);
+        object = (kvr_object *)(void *)place->storage;
+    }
+    place->generation++;
+    place->object = object;
     process.counts[sort]++;
     object->sort = sort;
-    object->handle = (int64_t)process.slots[index].generation << 32 | index;
+    object->handle = (int64_t)place->generation << 32 | index;
+    *out = object;
     return KVR_OK;
 }
 
 void kvr_unregister(kvr_object *object)
 {
     int64_t index = object->handle & 0xFFFFFFFF;
-    process.slots[index].object = NULL;
+    slot *place = slot_at(index);
+    place->object = NULL;
     process.counts[object->sort]--;
     /* An exhausted generation retires its slot: numbers are never reused. */
-    if (process.slots[index].generation < GENERATION_MAX)
+    if (place->generation < GENERATION_MAX)
         process.vacant[process.vacant_count++] = index;
+    if ((void *)object == (void *)place->storage)
+        ASAN_POISON_MEMORY_REGION(place->storage, STORAGE_NBYTES);
 }
 
 int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out)
 {
     int64_t index = handle & 0xFFFFFFFF, generation = handle >> 32;
     kvr_object *object;
+    const slot *place;
     if (handle <= 0)
         return kvr_fail(KVR_ERROR_INVALID_HANDLE, KVR_DETAIL_HANDLE_NOT_POSITIVE, call, handle, 0, 0, 0);
-    if (index >= process.slot_count || generation == 0 || generation > process.slots[index].generation)
+    place = index < process.slot_count ? slot_at(index) : NULL;
+    if (!place || generation == 0 || generation > place->generation)
         return kvr_fail(KVR_ERROR_INVALID_HANDLE, KVR_DETAIL_HANDLE_UNKNOWN, call, handle, 0, 0, 0);
-    object = process.slots[index].object;
-    if (!object || generation < process.slots[index].generation)
+    object = place->object;
+    if (!object || object->closing || generation < place->generation)
         return kvr_fail(KVR_ERROR_STALE_HANDLE, KVR_DETAIL_HANDLE_STALE, call, handle, 0, 0, 0);
     if (object->sort != sort)
         return kvr_fail(KVR_ERROR_INVALID_HANDLE, KVR_DETAIL_HANDLE_SORT, call, handle, object->sort, sort, 0);
@@ -188,8 +225,8 @@ kvr_mapping *kvr_mapping_of(const kvr_region *region)
 {
     int64_t i;
     for (i = 0; i < process.slot_count && region->mapping_count; i++) {
-        kvr_object *object = process.slots[i].object;
-        if (object && object->sort == KVR_SORT_MAPPING && ((kvr_mapping *)object)->region == region)
+        kvr_object *object = slot_at(i)->object;
+        if (object && object->sort == KVR_SORT_MAPPING && !object->closing && ((kvr_mapping *)object)->region == region)
             return (kvr_mapping *)object;
     }
     return NULL;

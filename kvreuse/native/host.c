@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -26,7 +25,7 @@ int64_t kvr_page_nbytes(void) { return sysconf(_SC_PAGESIZE); }
 static int64_t round_up(int64_t nbytes)
 {
     int64_t page = kvr_page_nbytes();
-    return (nbytes + page - 1) / page * page;
+    return (nbytes + page - 1) & -page; /* a power of two */
 }
 
 static int32_t access_of(int32_t fd, int32_t *out)
@@ -109,35 +108,32 @@ static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, 
                            const uint8_t *region_id, const char *call, kvr_region_info *out)
 {
     struct stat found;
-    int32_t status;
-    kvr_region *region = calloc(1, sizeof *region);
-    if (!region)
-        return kvr_fail_errno("malloc", ENOMEM);
-    region->fd = fd;
-    region->nbytes = nbytes;
-    region->physical_nbytes = physical_nbytes;
-    region->kind = kind;
-    region->origin = origin;
-    if (region_id)
-        memcpy(region->region_id, region_id, sizeof region->region_id);
-    status = fstat(fd, &found) ? kvr_fail_errno("fstat", errno) : KVR_OK;
+    uint8_t fresh_id[KVR_REGION_ID_NBYTES];
+    kvr_object *object;
+    int32_t access = KVR_ACCESS_NONE, status = fstat(fd, &found) ? kvr_fail_errno("fstat", errno) : KVR_OK;
     if (!status)
-        status = access_of(fd, &region->access);
+        status = access_of(fd, &access);
     if (!status && !region_id)
-        status = random_id(region->region_id);
+        status = random_id(fresh_id);
+    if (status)
+        return status;
+    kvr_handles_lock();
+    status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
     if (!status) {
+        kvr_region *region = (kvr_region *)object;
+        region->fd = fd;
+        region->nbytes = nbytes;
+        region->physical_nbytes = physical_nbytes;
+        region->kind = kind;
+        region->access = access;
+        region->origin = origin;
         region->device = (uint64_t)found.st_dev;
         region->inode = (uint64_t)found.st_ino;
-        kvr_handles_lock();
-        status = kvr_register(&region->object, KVR_SORT_REGION, call);
-        if (!status) {
-            kvr_count_fds(1);
-            describe(region, out);
-        }
-        kvr_handles_unlock();
+        memcpy(region->region_id, region_id ? region_id : fresh_id, sizeof region->region_id);
+        kvr_count_fds(1);
+        describe(region, out);
     }
-    if (status)
-        free(region);
+    kvr_handles_unlock();
     return status;
 }
 
@@ -394,33 +390,30 @@ int32_t kvr_region_map(int64_t handle, int32_t access, uint32_t flags, kvr_mappi
 {
     static const char call[] = "region_map";
     kvr_region *region;
-    kvr_mapping *mapping = NULL;
+    kvr_object *object;
+    uint8_t *address = NULL;
     int32_t status;
     kvr_handles_lock();
     status = find_region(handle, call, &region);
     if (!status)
         status = check_map(region, access, flags, call);
+    if (!status)
+        status = kvr_map_memory(region->fd, region->nbytes, 0, access, (int32_t)(flags & KVR_MAP_DONTFORK), call, &address);
     if (!status) {
-        mapping = calloc(1, sizeof *mapping);
-        status = mapping ? kvr_map_memory(region->fd, region->nbytes, 0, access, (int32_t)(flags & KVR_MAP_DONTFORK), call,
-                                          &mapping->address)
-                         : kvr_fail_errno("malloc", ENOMEM);
-    }
-    if (!status) {
-        mapping->region = region;
-        mapping->nbytes = region->nbytes;
-        mapping->access = access;
-        status = kvr_register(&mapping->object, KVR_SORT_MAPPING, call);
+        status = kvr_register(NULL, KVR_SORT_MAPPING, call, &object);
         if (status) {
-            (void)munmap(mapping->address, (size_t)region->nbytes);
+            (void)munmap(address, (size_t)region->nbytes);
         } else {
+            kvr_mapping *mapping = (kvr_mapping *)object;
+            mapping->region = region;
+            mapping->address = address;
+            mapping->nbytes = region->nbytes;
+            mapping->access = access;
             region->mapping_count++;
             describe_mapping(mapping, out);
         }
     }
     kvr_handles_unlock();
-    if (status)
-        free(mapping);
     return status;
 }
 
@@ -428,7 +421,7 @@ int32_t kvr_region_close(int64_t handle)
 {
     static const char call[] = "region_close";
     kvr_region *region;
-    int32_t status;
+    int32_t fd = -1, status;
     kvr_handles_lock();
     status = find_region(handle, call, &region);
     if (!status)
@@ -436,15 +429,14 @@ int32_t kvr_region_close(int64_t handle)
     if (!status && region->mapping_count)
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_REGION_MAPPED, call, handle, region->mapping_count, 0, 0);
     if (!status) {
+        fd = region->fd;
         kvr_unregister(&region->object);
         kvr_count_fds(-1);
     }
     kvr_handles_unlock();
-    if (!status) {
-        /* After close() the number is free whatever it says. */
-        (void)close(region->fd);
-        free(region);
-    }
+    /* After close() the number is free whatever it says. */
+    if (!status)
+        (void)close(fd);
     return status;
 }
 
@@ -501,14 +493,19 @@ int32_t kvr_mapping_unmap(int64_t handle)
         status = kvr_forked(call);
     if (!status && (mapping->use_count || mapping->hold_count))
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_MAPPING_IN_USE, call, handle, 0, 0, 0);
-    if (!status && munmap(mapping->address, (size_t)mapping->nbytes))
-        status = kvr_fail_errno("munmap", errno);
     if (!status) {
-        kvr_unregister(&mapping->object);
-        mapping->region->mapping_count--;
+        /* Giving back much memory takes long: not with the mutex held. Until it is done the handle is stale to all others. */
+        mapping->object.closing = 1;
+        kvr_handles_unlock();
+        if (munmap(mapping->address, (size_t)mapping->nbytes))
+            status = kvr_fail_errno("munmap", errno);
+        kvr_handles_lock();
+        mapping->object.closing = 0;
+        if (!status) {
+            mapping->region->mapping_count--;
+            kvr_unregister(&mapping->object);
+        }
     }
     kvr_handles_unlock();
-    if (!status)
-        free(mapping);
     return status;
 }

@@ -20,7 +20,9 @@
 typedef struct kvr_object {
     int64_t handle;
     int32_t sort;
-    int32_t calls; /* threads inside a call on it; a table only */
+    int32_t calls;   /* threads inside a call on it; a table only */
+    int32_t closing; /* being closed without the mutex: stale to every other call */
+    int32_t reserved;
 } kvr_object;
 
 typedef struct kvr_region {
@@ -68,7 +70,8 @@ void kvr_handles_lock(void);
 void kvr_handles_unlock(void);
 int32_t kvr_forked(const char *call);
 int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out);
-int32_t kvr_register(kvr_object *object, int32_t sort, const char *call);
+/* Give an object a handle. object NULL: zeroed memory for a region or a mapping, gone at kvr_unregister. */
+int32_t kvr_register(kvr_object *object, int32_t sort, const char *call, kvr_object **out);
 void kvr_unregister(kvr_object *object);
 void kvr_count_fds(int64_t delta);
 kvr_mapping *kvr_mapping_of(const kvr_region *region); /* any one, NULL if there is none */

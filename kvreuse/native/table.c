@@ -348,6 +348,7 @@ int32_t kvr_table_open(int64_t table_region, int64_t claims_region, int32_t lock
     static const char call[] = "table_open";
     kvr_region *region, *claims;
     kvr_table *table = NULL;
+    kvr_object *object;
     int32_t status;
     kvr_handles_lock();
     status = find_regions(table_region, claims_region, call, &region, &claims);
@@ -370,7 +371,7 @@ int32_t kvr_table_open(int64_t table_region, int64_t claims_region, int32_t lock
         status = open_memory(table, region, claims, call);
     }
     if (!status)
-        status = kvr_register(&table->object, KVR_SORT_TABLE, call);
+        status = kvr_register(&table->object, KVR_SORT_TABLE, call, &object);
     if (!status) {
         /* Last, since it takes the fd over. */
         status = kvr_lock_open(lock_fd, &table->lock);
