@@ -830,6 +830,20 @@ print("ok")
     assert done.stdout == "ok\n", done.stderr
 
 
+def test_importing_leaves_the_gil_as_it_was(backend, run_python):
+    """A free-threaded interpreter turns the GIL on, and says so, for an extension that does not declare itself safe."""
+    code = """
+import sys
+enabled = getattr(sys, "_is_gil_enabled", lambda: True)
+before = enabled()
+__import__(sys.argv[1])
+assert enabled() == before
+print("ok")
+"""
+    done = run_python(code, backend.__name__)
+    assert (done.stdout, done.stderr) == ("ok\n", "")
+
+
 def test_errno_becomes_the_same_status_in_both(backend):
     """One rule for errno in _status.py; a directory without permission or of a wrong type shows it."""
     with pytest.raises(errors.SystemCallError) as caught:
