@@ -11,7 +11,8 @@
  *   Pointers are borrowed for the duration of the call. Arrays are contiguous; (pointer, count) may be (NULL, 0).
  *   fds are CLOEXEC. No function calls Python, prints, or sets errno for its caller.
  *
- * Global state: one table of handles with its mutex and a fork flag (native/handles.c), and one error record a thread.
+ * Global state: one table of handles with its mutex and a fork flag (native/handles.c), the CUDA driver's entry points and devices
+ * (native/cuda.c: filled at the first call for one, then only read), and one error record a thread.
  */
 #ifndef KVREUSE_H
 #define KVREUSE_H
@@ -117,6 +118,22 @@ extern "C" {
 #define KVR_DETAIL_TABLE_SEALED 59          /* v0 state word: only a fresh table can be created */
 #define KVR_DETAIL_LAYOUT_NBYTES 60         /* the layout of v0 slots does not fit an int64 */
 #define KVR_DETAIL_LOCK_IN_USE 61           /* v0 fd: the same lock memory is open under another fd of this process */
+#define KVR_DETAIL_DRIVER_CALL 62           /* a driver call failed: CUresult in native_code, its name in call */
+#define KVR_DETAIL_DRIVER_MISSING 63        /* libcuda.so.1 cannot be loaded */
+#define KVR_DETAIL_DRIVER_ENTRY 64          /* the driver lacks the entry point in call */
+#define KVR_DETAIL_ORDINAL_RANGE 65         /* v0 device ordinal, v1 devices */
+#define KVR_DETAIL_DEVICE_LACKS_VMM 66      /* v0 device ordinal: its attribute 102 is 0 */
+#define KVR_DETAIL_FABRIC_NOT_ALLOWED 67    /* the caller did not pass KVR_CUDA_ALLOW_FABRIC */
+#define KVR_DETAIL_FABRIC_GIVEN_OUT 68      /* v0 region, v1 fabric handles given out and not declared done */
+#define KVR_DETAIL_HANDLE_IN_CALL 69        /* v0 handle: another thread is in a call on it */
+#define KVR_DETAIL_PROVIDER 70              /* v0 region, v1 its provider: the call is for the other kind of provider */
+#define KVR_DETAIL_CUDA_GRANULARITY 71      /* v0 physical nbytes declared, v1 granularity of that allocation */
+#define KVR_DETAIL_CUDA_MAPPED_NBYTES 72    /* v0 nbytes declared, v1 nbytes that the driver mapped */
+#define KVR_DETAIL_CUDA_MAP_REFUSED 73      /* v0 nbytes declared: more than the allocation has */
+#define KVR_DETAIL_CUDA_HANDLE_TYPES 74     /* v0 kind declared, v1 kinds that the allocation was made with (bits) */
+#define KVR_DETAIL_CUDA_LOCATION 75         /* v0 device ordinal expected, v1 location type, v2 location id */
+#define KVR_DETAIL_IMPORT_PHYSICAL 76       /* v0 nbytes, v1 physical nbytes: fewer */
+#define KVR_DETAIL_NO_HOST_ADDRESS 77       /* v0 mapping: device memory, which the CPU cannot read */
 
 /* ---- sorts of handles ---- */
 #define KVR_SORT_REGION 1
@@ -145,6 +162,15 @@ extern "C" {
 #define KVR_REGION_ID_NBYTES 16
 #define KVR_PLACEMENT_COUNT_MAX 1024
 
+#define KVR_PROVIDER_HOST (-1) /* a region's provider: this, or the ordinal of its CUDA device */
+#define KVR_ORDINAL_COUNT_MAX 64
+#define KVR_FABRIC_NBYTES 64
+#define KVR_CUDA_ALLOW_FABRIC 1 /* the profile allows fabric allocations */
+/* Optional entry points that this driver has. */
+#define KVR_CUDA_HAS_BATCH_COPY 1
+#define KVR_CUDA_HAS_STREAM_QUERY 2
+#define KVR_CUDA_HAS_ADDRESS_RANGE_HANDLE 4
+
 /* What went wrong in this thread's last failed call. */
 typedef struct kvr_error {
     int32_t status;        /* KVR_ERROR_... */
@@ -153,27 +179,29 @@ typedef struct kvr_error {
     int32_t reserved0;     /* zero */
     int64_t native_code;   /* errno or CUresult */
     int64_t values[4];     /* meaning by detail */
-    char call[32];         /* the system or driver call, else the function without kvr_; NUL-terminated */
+    char call[48];         /* the system or driver call, else the function without kvr_; NUL-terminated */
 } kvr_error;
 
 /* What this library keeps about a region. Not an observation: see kvr_observation. */
 typedef struct kvr_region_info {
     int64_t handle;
     int64_t nbytes;          /* as asked */
-    int64_t physical_nbytes; /* rounded up to pages */
+    int64_t physical_nbytes; /* rounded up to pages; CUDA: to the granularity of this allocation */
     int32_t kind;            /* KVR_KIND_... */
-    int32_t access;          /* largest access that its fd allows */
+    int32_t access;          /* largest access that its fd allows; CUDA: READ_WRITE */
     int32_t origin;          /* KVR_ORIGIN_... */
     int32_t mapping_count;   /* mappings of it in this process */
-    uint64_t device;         /* st_dev of its memory */
-    uint64_t inode;          /* st_ino of its memory */
+    uint64_t device;         /* st_dev of its memory; 0 for CUDA */
+    uint64_t inode;          /* st_ino of its memory; 0 for CUDA */
     uint8_t region_id[16];
+    int32_t provider;        /* KVR_PROVIDER_HOST, or the device's ordinal */
+    int32_t fabric_count;    /* fabric handles given out and not declared done */
 } kvr_region_info;
 
 typedef struct kvr_mapping_info {
     int64_t handle;
     int64_t region;      /* handle of the region */
-    uint64_t address;    /* first byte in this process */
+    uint64_t address;    /* first byte in this process; of CUDA memory: a device address */
     int64_t nbytes;      /* bytes that a view may use: the region's nbytes */
     int32_t access;      /* KVR_ACCESS_... */
     int32_t use_count;   /* views and parts that use it */
@@ -192,6 +220,38 @@ typedef struct kvr_observation {
     int64_t block_nbytes;     /* fstat: st_blksize */
     int64_t reserved0;        /* zero */
 } kvr_observation;
+
+/* A CUDA device and its driver, as the driver reports them. */
+typedef struct kvr_cuda_info {
+    int32_t ordinal;
+    int32_t driver_version; /* cuDriverGetVersion */
+    int32_t vmm;            /* device attribute 102 */
+    int32_t posix_fd;       /* device attribute 103 */
+    int32_t fabric;         /* device attribute 128; 1 does not mean that a create succeeds */
+    uint32_t features;      /* KVR_CUDA_HAS_... */
+    uint8_t uuid[16];       /* cuDeviceGetUuid_v2 */
+} kvr_cuda_info;
+
+/* What the driver says of a region now. Of each group that it would not tell, the fields are -1 and the result says why. */
+typedef struct kvr_cuda_observation {
+    int64_t handle_types;         /* cuMemGetAllocationPropertiesFromHandle: kinds it was made with (bits) */
+    int64_t allocation_type;      /* PINNED 1 */
+    int64_t location_type;        /* DEVICE 1, HOST 2, HOST_NUMA 3 */
+    int64_t location_id;
+    int64_t granularity_min;      /* cuMemGetAllocationGranularity of these properties, bytes */
+    int64_t granularity_recommended;
+    int64_t mapped_nbytes;        /* of one mapping in this process: cuMemGetAddressRange_v2; it has no size of unmapped memory */
+    int64_t reserved_nbytes;      /* cuPointerGetAttribute 12: the address reservation */
+    int64_t allowed_handle_types; /* cuPointerGetAttribute 14 */
+    int64_t access;               /* cuMemGetAccess of this device */
+    uint64_t mapped_base;         /* cuMemGetAddressRange_v2; 0 if not mapped here */
+    int32_t properties_result;    /* CUresult of each group of calls, 0: told; -1: not asked, the region is not mapped */
+    int32_t granularity_result;
+    int32_t range_result;
+    int32_t reservation_result;
+    int32_t allowed_result;
+    int32_t access_result;
+} kvr_cuda_observation;
 
 /* Open handles of this process. */
 typedef struct kvr_handle_counts {
@@ -403,7 +463,7 @@ int32_t kvr_crc32c(uint32_t value, const void *data, int64_t nbytes, uint32_t *o
  * Threads: any; takes the handle mutex.  Since: 1 */
 int32_t kvr_handle_counts_get(kvr_handle_counts *out);
 
-/* ==== regions and mappings of host memory ==== */
+/* ==== regions and mappings ==== */
 
 /* Allocate anonymous memory that other processes can map.
  * In: nbytes 1..KVR_NBYTES_MAX; kind NONE or POSIX_FD; name, NUL-terminated, shown as /memfd:NAME; directory NULL for a
@@ -423,7 +483,7 @@ int32_t kvr_region_info_get(int64_t region, kvr_region_info *out);
 /* Give a new fd of the region's memory.
  * In: region of kind POSIX_FD.  Out: *out_fd.  Owner: the fd is owned by the caller, who closes it; while open it pins the
  *   memory.  After failure: no fd is left.  Errors: INVALID_HANDLE, STALE_HANDLE, NOT_SUPPORTED(KIND_NOT_EXPORTABLE), FORKED,
- *   TOO_MANY_FDS or SYSTEM_CALL.  Threads: any; does not block.  Since: 1 */
+ *   TOO_MANY_FDS or SYSTEM_CALL; CUDA: by the driver.  Threads: any; does not block.  Since: 1 */
 int32_t kvr_region_export(int64_t region, int32_t *out_fd);
 
 /* Make a region of memory that another process gave as an fd, after observing that it is what was declared.
@@ -451,16 +511,21 @@ int32_t kvr_region_observe(int64_t region, kvr_observation *out);
  * Threads: any; takes the handle mutex for the call.  Since: 1 */
 int32_t kvr_region_placement(int64_t region, int64_t capacity, int64_t *nodes, int64_t *out_count);
 
-/* Map a region whole. Each call makes one more mapping, at an address of its own.
- * In: region; access READ or READ_WRITE; flags KVR_MAP_....
+/* Map a region whole. Each call makes one more mapping, at an address of its own. CUDA memory is mapped for its own device, and
+ *   the size that the driver reports of the mapping is compared with the declared one.
+ * In: region; access READ or READ_WRITE; flags KVR_MAP_... (DONTFORK is always so for CUDA memory).
  * Out: *out.  Owner: the mapping by the caller: kvr_mapping_unmap().  After failure: nothing is left mapped.
  * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(ACCESS_UNKNOWN, FLAGS_UNKNOWN), PERMISSION_DENIED(ACCESS_READ_ONLY), FORKED,
- *   OUT_OF_MEMORY or SYSTEM_CALL.  Threads: any; may block in the kernel.  Since: 1 */
+ *   OUT_OF_MEMORY or SYSTEM_CALL; CUDA: SIZE_MISMATCH(CUDA_MAP_REFUSED, CUDA_MAPPED_NBYTES), or by the driver.
+ * Threads: any; may block in the kernel.  Since: 1 */
 int32_t kvr_region_map(int64_t region, int32_t access, uint32_t flags, kvr_mapping_info *out);
 
-/* Close a region: its fd is closed, its handle is never valid again. Memory goes when nobody holds it.
- * In: region without mappings.  Out: nothing.  Owner: the handle is consumed.  After failure: still open.
- * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(REGION_MAPPED), FORKED.  Threads: any; may block in the kernel.  Since: 1 */
+/* Close a region: its fd is closed, or its driver handle released; its handle is never valid again. Memory goes when nobody
+ *   holds it.
+ * In: region without mappings, and of which every fabric handle given out is done.
+ * Out: nothing.  Owner: the handle is consumed.  After failure: still open.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(REGION_MAPPED, FABRIC_GIVEN_OUT, HANDLE_IN_CALL), FORKED; CUDA: by the driver.
+ * Threads: any; may block in the kernel.  Since: 1 */
 int32_t kvr_region_close(int64_t region);
 
 /* Tell what is kept about a mapping.
@@ -474,9 +539,58 @@ int32_t kvr_mapping_info_get(int64_t mapping, kvr_mapping_info *out);
 int32_t kvr_mapping_use(int64_t mapping, int32_t delta);
 
 /* Unmap.
- * In: mapping that nothing uses.  Out: nothing.  Owner: the handle is consumed.  After failure: still mapped.
- * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(MAPPING_IN_USE), FORKED, SYSTEM_CALL.  Threads: any; may block.  Since: 1 */
+ * In: mapping that nothing uses.  Out: nothing.  Owner: the handle is consumed.  After failure: still mapped; CUDA: or, where
+ *   only giving back the addresses failed, unmapped, with the handle there for another try.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(MAPPING_IN_USE), FORKED, SYSTEM_CALL; CUDA: by the driver.
+ * Threads: any; may block.  Since: 1 */
 int32_t kvr_mapping_unmap(int64_t mapping);
+
+/* ==== CUDA memory: libcuda.so.1 is loaded at the first call; nothing links to it ====
+ * A driver error is a status by its CUresult: 2 OUT_OF_MEMORY, 100 and 801 NOT_SUPPORTED, 800 PERMISSION_DENIED, else DRIVER, all with
+ * the detail DRIVER_CALL. Each call sets the device's primary context, which is retained at the first one and kept for the life
+ * of the process, and sets back the thread's own one. */
+
+/* Load the driver, take a device, and tell what they are.
+ * In: ordinal 0..devices-1.  Out: *out.  Owner: the caller owns *out.  After failure: what was loaded stays for the next try.
+ * Errors: NOT_SUPPORTED(DRIVER_MISSING, DRIVER_ENTRY), RANGE(ORDINAL_RANGE), FORKED, or by the driver.
+ * Threads: any; may block in the driver.  Since: 1 */
+int32_t kvr_cuda_info_get(int32_t ordinal, kvr_cuda_info *out);
+
+/* Allocate device memory that other processes can import.
+ * In: ordinal as above; nbytes 1..KVR_NBYTES_MAX; kind NONE, POSIX_FD or, with KVR_CUDA_ALLOW_FABRIC in flags, FABRIC.
+ * Out: *out; physical_nbytes is nbytes rounded up to the minimum granularity of this very allocation.
+ * Owner: the handle is owned by the caller: kvr_region_close().  After failure: nothing is left allocated.
+ * Errors: RANGE(NBYTES_RANGE, KIND_UNKNOWN, FLAGS_UNKNOWN), PROFILE(FABRIC_NOT_ALLOWED), NOT_SUPPORTED(DEVICE_LACKS_VMM), those of
+ *   kvr_cuda_info_get(), or by the driver.  Threads: any; may block in the driver.  Since: 1 */
+int32_t kvr_cuda_allocate(int32_t ordinal, int64_t nbytes, int32_t kind, uint32_t flags, kvr_region_info *out);
+
+/* Import device memory that another process exported.
+ * In: ordinal; kind POSIX_FD with fd, or FABRIC with 64 bytes at fabric (the other one is ignored); nbytes and physical_nbytes as
+ *   the exporter declared them; region_id 16 bytes.
+ * Out: *out. No driver call tells the size of unmapped memory: it is checked by kvr_region_map().
+ * Owner: the handle is owned by the caller; fd stays the caller's, to close after the import.  After failure: nothing is left imported.
+ * Errors: RANGE(NBYTES_RANGE, KIND_UNKNOWN, FD_NEGATIVE), SIZE_MISMATCH(IMPORT_PHYSICAL, CUDA_GRANULARITY), KIND_MISMATCH(
+ *   CUDA_HANDLE_TYPES), INCOMPATIBLE(CUDA_LOCATION), SYSTEM_CALL for an fd that is not open, those of kvr_cuda_info_get(), or by the driver.
+ * Threads: any; may block in the driver.  Since: 1 */
+int32_t kvr_cuda_import(int32_t ordinal, int32_t kind, int32_t fd, const uint8_t *fabric, int64_t nbytes, int64_t physical_nbytes,
+                        const uint8_t *region_id, kvr_region_info *out);
+
+/* Give a fabric handle of a region. It pins nothing: the region cannot be closed until kvr_cuda_fabric_done() was called as often.
+ * In: region of kind FABRIC.  Out: 64 bytes at out_fabric.  Owner: bytes, owned by nobody.  After failure: nothing was given out.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, NOT_SUPPORTED(KIND_NOT_EXPORTABLE), FORKED, or by the driver.
+ * Threads: any; may block in the driver.  Since: 1 */
+int32_t kvr_cuda_export_fabric(int64_t region, uint8_t *out_fabric);
+
+/* Declare that one fabric handle of a region was imported by all who will import it, or will not be used.
+ * In: region.  Out: nothing.  Owner: none.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(COUNT_RANGE: none is out).  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_cuda_fabric_done(int64_t region);
+
+/* Ask the driver what a region is now.
+ * In: region of a CUDA device.  Out: *out.  Owner: the caller owns *out.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, NOT_SUPPORTED(PROVIDER), FORKED, or by the driver where it tells nothing at all.
+ * Threads: any; may block in the driver.  Since: 1 */
+int32_t kvr_cuda_observe(int64_t region, kvr_cuda_observation *out);
 
 /* ==== the part's table ==== */
 
@@ -697,14 +811,14 @@ int32_t kvr_table_stats_get(int64_t table, kvr_table_stats *out);
 /* ---- sizes and offsets, checked by every C compiler that reads this ---- */
 #ifndef __cplusplus
 #include <stddef.h>
-_Static_assert(sizeof(kvr_error) == 88, "kvr_error");
+_Static_assert(sizeof(kvr_error) == 104, "kvr_error");
 _Static_assert(offsetof(kvr_error, status) == 0, "kvr_error.status");
 _Static_assert(offsetof(kvr_error, detail) == 4, "kvr_error.detail");
 _Static_assert(offsetof(kvr_error, native_source) == 8, "kvr_error.native_source");
 _Static_assert(offsetof(kvr_error, native_code) == 16, "kvr_error.native_code");
 _Static_assert(offsetof(kvr_error, values) == 24, "kvr_error.values");
 _Static_assert(offsetof(kvr_error, call) == 56, "kvr_error.call");
-_Static_assert(sizeof(kvr_region_info) == 72, "kvr_region_info");
+_Static_assert(sizeof(kvr_region_info) == 80, "kvr_region_info");
 _Static_assert(offsetof(kvr_region_info, handle) == 0, "kvr_region_info.handle");
 _Static_assert(offsetof(kvr_region_info, nbytes) == 8, "kvr_region_info.nbytes");
 _Static_assert(offsetof(kvr_region_info, physical_nbytes) == 16, "kvr_region_info.physical_nbytes");
@@ -715,6 +829,8 @@ _Static_assert(offsetof(kvr_region_info, mapping_count) == 36, "kvr_region_info.
 _Static_assert(offsetof(kvr_region_info, device) == 40, "kvr_region_info.device");
 _Static_assert(offsetof(kvr_region_info, inode) == 48, "kvr_region_info.inode");
 _Static_assert(offsetof(kvr_region_info, region_id) == 56, "kvr_region_info.region_id");
+_Static_assert(offsetof(kvr_region_info, provider) == 72, "kvr_region_info.provider");
+_Static_assert(offsetof(kvr_region_info, fabric_count) == 76, "kvr_region_info.fabric_count");
 _Static_assert(sizeof(kvr_mapping_info) == 40, "kvr_mapping_info");
 _Static_assert(offsetof(kvr_mapping_info, handle) == 0, "kvr_mapping_info.handle");
 _Static_assert(offsetof(kvr_mapping_info, region) == 8, "kvr_mapping_info.region");
@@ -732,6 +848,32 @@ _Static_assert(offsetof(kvr_observation, seals) == 40, "kvr_observation.seals");
 _Static_assert(offsetof(kvr_observation, access) == 48, "kvr_observation.access");
 _Static_assert(offsetof(kvr_observation, page_nbytes) == 56, "kvr_observation.page_nbytes");
 _Static_assert(offsetof(kvr_observation, block_nbytes) == 64, "kvr_observation.block_nbytes");
+_Static_assert(sizeof(kvr_cuda_info) == 40, "kvr_cuda_info");
+_Static_assert(offsetof(kvr_cuda_info, ordinal) == 0, "kvr_cuda_info.ordinal");
+_Static_assert(offsetof(kvr_cuda_info, driver_version) == 4, "kvr_cuda_info.driver_version");
+_Static_assert(offsetof(kvr_cuda_info, vmm) == 8, "kvr_cuda_info.vmm");
+_Static_assert(offsetof(kvr_cuda_info, posix_fd) == 12, "kvr_cuda_info.posix_fd");
+_Static_assert(offsetof(kvr_cuda_info, fabric) == 16, "kvr_cuda_info.fabric");
+_Static_assert(offsetof(kvr_cuda_info, features) == 20, "kvr_cuda_info.features");
+_Static_assert(offsetof(kvr_cuda_info, uuid) == 24, "kvr_cuda_info.uuid");
+_Static_assert(sizeof(kvr_cuda_observation) == 112, "kvr_cuda_observation");
+_Static_assert(offsetof(kvr_cuda_observation, handle_types) == 0, "kvr_cuda_observation.handle_types");
+_Static_assert(offsetof(kvr_cuda_observation, allocation_type) == 8, "kvr_cuda_observation.allocation_type");
+_Static_assert(offsetof(kvr_cuda_observation, location_type) == 16, "kvr_cuda_observation.location_type");
+_Static_assert(offsetof(kvr_cuda_observation, location_id) == 24, "kvr_cuda_observation.location_id");
+_Static_assert(offsetof(kvr_cuda_observation, granularity_min) == 32, "kvr_cuda_observation.granularity_min");
+_Static_assert(offsetof(kvr_cuda_observation, granularity_recommended) == 40, "kvr_cuda_observation.granularity_recommended");
+_Static_assert(offsetof(kvr_cuda_observation, mapped_nbytes) == 48, "kvr_cuda_observation.mapped_nbytes");
+_Static_assert(offsetof(kvr_cuda_observation, reserved_nbytes) == 56, "kvr_cuda_observation.reserved_nbytes");
+_Static_assert(offsetof(kvr_cuda_observation, allowed_handle_types) == 64, "kvr_cuda_observation.allowed_handle_types");
+_Static_assert(offsetof(kvr_cuda_observation, access) == 72, "kvr_cuda_observation.access");
+_Static_assert(offsetof(kvr_cuda_observation, mapped_base) == 80, "kvr_cuda_observation.mapped_base");
+_Static_assert(offsetof(kvr_cuda_observation, properties_result) == 88, "kvr_cuda_observation.properties_result");
+_Static_assert(offsetof(kvr_cuda_observation, granularity_result) == 92, "kvr_cuda_observation.granularity_result");
+_Static_assert(offsetof(kvr_cuda_observation, range_result) == 96, "kvr_cuda_observation.range_result");
+_Static_assert(offsetof(kvr_cuda_observation, reservation_result) == 100, "kvr_cuda_observation.reservation_result");
+_Static_assert(offsetof(kvr_cuda_observation, allowed_result) == 104, "kvr_cuda_observation.allowed_result");
+_Static_assert(offsetof(kvr_cuda_observation, access_result) == 108, "kvr_cuda_observation.access_result");
 _Static_assert(sizeof(kvr_handle_counts) == 40, "kvr_handle_counts");
 _Static_assert(offsetof(kvr_handle_counts, regions) == 0, "kvr_handle_counts.regions");
 _Static_assert(offsetof(kvr_handle_counts, mappings) == 8, "kvr_handle_counts.mappings");

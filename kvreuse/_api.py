@@ -18,10 +18,12 @@ from typing import Any, NamedTuple, Protocol
 ABI_VERSION = 1  # KVR_ABI_VERSION
 # Bytes of the header's records. A backend's `_struct_nbytes()` says what it was built with; _select compares.
 STRUCT_NBYTES = {
-    "kvr_error": 88,
-    "kvr_region_info": 72,
+    "kvr_error": 104,
+    "kvr_region_info": 80,
     "kvr_mapping_info": 40,
     "kvr_observation": 80,
+    "kvr_cuda_info": 40,
+    "kvr_cuda_observation": 112,
     "kvr_handle_counts": 40,
     "kvr_superblock": 256,
     "kvr_words": 4096,
@@ -58,6 +60,8 @@ class RegionInfo(NamedTuple):
     device: int
     inode: int
     region_id: bytes
+    provider: int
+    fabric_count: int
 
 
 class MappingInfo(NamedTuple):
@@ -83,6 +87,40 @@ class HostObservation(NamedTuple):
     access: int
     page_nbytes: int
     block_nbytes: int
+
+
+class CudaInfo(NamedTuple):
+    """A CUDA device and its driver, as the driver reports them (kvr_cuda_info)."""
+
+    ordinal: int
+    driver_version: int
+    vmm: int
+    posix_fd: int
+    fabric: int
+    features: int
+    uuid: bytes
+
+
+class CudaObservation(NamedTuple):
+    """What the driver says of a region now (kvr_cuda_observation); -1 where it cannot say."""
+
+    handle_types: int
+    allocation_type: int
+    location_type: int
+    location_id: int
+    granularity_min: int
+    granularity_recommended: int
+    mapped_nbytes: int
+    reserved_nbytes: int
+    allowed_handle_types: int
+    access: int
+    mapped_base: int
+    properties_result: int
+    granularity_result: int
+    range_result: int
+    reservation_result: int
+    allowed_result: int
+    access_result: int
 
 
 class TableLayout(NamedTuple):
@@ -184,6 +222,27 @@ class Backend(Protocol):
 
     def mapping_use(self, mapping: Any, delta: Any) -> None: ...
     def mapping_unmap(self, mapping: Any) -> None: ...
+    def cuda_info(self, ordinal: Any) -> CudaInfo: ...
+    def cuda_allocate(self, ordinal: Any, nbytes: Any, kind: Any, flags: Any) -> RegionInfo: ...
+    def cuda_import(
+        self,
+        ordinal: Any,
+        kind: Any,
+        fd: Any,
+        fabric: bytes,
+        nbytes: Any,
+        physical_nbytes: Any,
+        region_id: bytes,
+    ) -> RegionInfo:
+        """`fabric` is exactly 64 bytes, whatever the kind; `region_id` exactly 16."""
+        ...
+
+    def cuda_export_fabric(self, region: Any) -> bytes:
+        """Return 64 bytes."""
+        ...
+
+    def cuda_fabric_done(self, region: Any) -> None: ...
+    def cuda_observe(self, region: Any) -> CudaObservation: ...
     def table_layout(self, slot_count: Any, manifest_nbytes: Any) -> TableLayout: ...
     def table_create(
         self,

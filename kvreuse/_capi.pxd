@@ -93,6 +93,22 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_DETAIL_TABLE_SEALED
     const int64_t KVR_DETAIL_LAYOUT_NBYTES
     const int64_t KVR_DETAIL_LOCK_IN_USE
+    const int64_t KVR_DETAIL_DRIVER_CALL
+    const int64_t KVR_DETAIL_DRIVER_MISSING
+    const int64_t KVR_DETAIL_DRIVER_ENTRY
+    const int64_t KVR_DETAIL_ORDINAL_RANGE
+    const int64_t KVR_DETAIL_DEVICE_LACKS_VMM
+    const int64_t KVR_DETAIL_FABRIC_NOT_ALLOWED
+    const int64_t KVR_DETAIL_FABRIC_GIVEN_OUT
+    const int64_t KVR_DETAIL_HANDLE_IN_CALL
+    const int64_t KVR_DETAIL_PROVIDER
+    const int64_t KVR_DETAIL_CUDA_GRANULARITY
+    const int64_t KVR_DETAIL_CUDA_MAPPED_NBYTES
+    const int64_t KVR_DETAIL_CUDA_MAP_REFUSED
+    const int64_t KVR_DETAIL_CUDA_HANDLE_TYPES
+    const int64_t KVR_DETAIL_CUDA_LOCATION
+    const int64_t KVR_DETAIL_IMPORT_PHYSICAL
+    const int64_t KVR_DETAIL_NO_HOST_ADDRESS
     const int64_t KVR_SORT_REGION
     const int64_t KVR_SORT_MAPPING
     const int64_t KVR_SORT_LOCK
@@ -113,6 +129,13 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_REGION_NAME_NBYTES
     const int64_t KVR_REGION_ID_NBYTES
     const int64_t KVR_PLACEMENT_COUNT_MAX
+    const int64_t KVR_PROVIDER_HOST
+    const int64_t KVR_ORDINAL_COUNT_MAX
+    const int64_t KVR_FABRIC_NBYTES
+    const int64_t KVR_CUDA_ALLOW_FABRIC
+    const int64_t KVR_CUDA_HAS_BATCH_COPY
+    const int64_t KVR_CUDA_HAS_STREAM_QUERY
+    const int64_t KVR_CUDA_HAS_ADDRESS_RANGE_HANDLE
     const int64_t KVR_TABLE_MAGIC
     const int64_t KVR_TABLE_VERSION
     const int64_t KVR_KEY_NBYTES
@@ -148,7 +171,7 @@ cdef extern from "kvreuse.h" nogil:
         int32_t reserved0
         int64_t native_code
         int64_t values[4]
-        char call[32]
+        char call[48]
 
     ctypedef struct kvr_region_info:
         int64_t handle
@@ -161,6 +184,8 @@ cdef extern from "kvreuse.h" nogil:
         uint64_t device
         uint64_t inode
         uint8_t region_id[16]
+        int32_t provider
+        int32_t fabric_count
 
     ctypedef struct kvr_mapping_info:
         int64_t handle
@@ -181,6 +206,34 @@ cdef extern from "kvreuse.h" nogil:
         int64_t page_nbytes
         int64_t block_nbytes
         int64_t reserved0
+
+    ctypedef struct kvr_cuda_info:
+        int32_t ordinal
+        int32_t driver_version
+        int32_t vmm
+        int32_t posix_fd
+        int32_t fabric
+        uint32_t features
+        uint8_t uuid[16]
+
+    ctypedef struct kvr_cuda_observation:
+        int64_t handle_types
+        int64_t allocation_type
+        int64_t location_type
+        int64_t location_id
+        int64_t granularity_min
+        int64_t granularity_recommended
+        int64_t mapped_nbytes
+        int64_t reserved_nbytes
+        int64_t allowed_handle_types
+        int64_t access
+        uint64_t mapped_base
+        int32_t properties_result
+        int32_t granularity_result
+        int32_t range_result
+        int32_t reservation_result
+        int32_t allowed_result
+        int32_t access_result
 
     ctypedef struct kvr_handle_counts:
         int64_t regions
@@ -331,6 +384,12 @@ cdef extern from "kvreuse.h" nogil:
     int32_t kvr_mapping_info_get(int64_t mapping, kvr_mapping_info *out) noexcept
     int32_t kvr_mapping_use(int64_t mapping, int32_t delta) noexcept
     int32_t kvr_mapping_unmap(int64_t mapping) noexcept
+    int32_t kvr_cuda_info_get(int32_t ordinal, kvr_cuda_info *out) noexcept
+    int32_t kvr_cuda_allocate(int32_t ordinal, int64_t nbytes, int32_t kind, uint32_t flags, kvr_region_info *out) noexcept
+    int32_t kvr_cuda_import(int32_t ordinal, int32_t kind, int32_t fd, const uint8_t *fabric, int64_t nbytes, int64_t physical_nbytes, const uint8_t *region_id, kvr_region_info *out) noexcept
+    int32_t kvr_cuda_export_fabric(int64_t region, uint8_t *out_fabric) noexcept
+    int32_t kvr_cuda_fabric_done(int64_t region) noexcept
+    int32_t kvr_cuda_observe(int64_t region, kvr_cuda_observation *out) noexcept
     int32_t kvr_table_layout_get(int64_t slot_count, int64_t manifest_nbytes, kvr_table_layout *out) noexcept
     int32_t kvr_table_create(int64_t table_region, int64_t claims_region, const uint8_t *part_id, int64_t slot_count, int64_t block_nbytes, int64_t region_count, const uint8_t *manifest, int64_t manifest_nbytes) noexcept
     int32_t kvr_table_open(int64_t table_region, int64_t claims_region, int32_t lock_fd, int32_t role, int64_t session, int32_t row, int64_t lock_wait_ns, int64_t *out_table) noexcept

@@ -25,7 +25,7 @@ cdef extern from "internal.h" nogil:
     int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out) noexcept
 
 from . import _status
-from ._api import HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
+from ._api import CudaInfo, CudaObservation, HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
 from ._api import HostObservation as _HostObservation
 from ._api import MappingInfo as _MappingInfo
 from ._api import RegionInfo as _RegionInfo
@@ -303,7 +303,7 @@ cdef class RegionInfo(_Record):
     cdef kvr_region_info raw
 
     cdef object named(self):
-        return _named(_RegionInfo, (self.raw.handle, self.raw.nbytes, self.raw.physical_nbytes, self.raw.kind, self.raw.access, self.raw.origin, self.raw.mapping_count, self.raw.device, self.raw.inode, self.raw.region_id[:16]))
+        return _named(_RegionInfo, (self.raw.handle, self.raw.nbytes, self.raw.physical_nbytes, self.raw.kind, self.raw.access, self.raw.origin, self.raw.mapping_count, self.raw.device, self.raw.inode, self.raw.region_id[:16], self.raw.provider, self.raw.fabric_count))
 
     @property
     def handle(self):
@@ -344,6 +344,14 @@ cdef class RegionInfo(_Record):
     @property
     def region_id(self):
         return self.raw.region_id[:16]
+
+    @property
+    def provider(self):
+        return self.raw.provider
+
+    @property
+    def fabric_count(self):
+        return self.raw.fabric_count
 
 
 @final
@@ -567,6 +575,110 @@ def mapping_unmap(mapping):
     with nogil:
         status = kvr_mapping_unmap(handle)
     _check(status)
+
+
+# ---- CUDA memory ----
+
+
+def cuda_info(ordinal):
+    cdef int32_t number = _int32(ordinal, "ordinal")
+    cdef kvr_cuda_info info
+    cdef int32_t status
+    with nogil:
+        status = kvr_cuda_info_get(number, &info)
+    _check(status)
+    return _named(
+        CudaInfo,
+        (
+            info.ordinal,
+            info.driver_version,
+            info.vmm,
+            info.posix_fd,
+            info.fabric,
+            info.features,
+            info.uuid[:16],
+        ),
+    )
+
+
+def cuda_allocate(ordinal, nbytes, kind, flags):
+    cdef int32_t number = _int32(ordinal, "ordinal")
+    cdef int64_t size = _int64(nbytes, "nbytes")
+    cdef int32_t wanted = _int32(kind, "kind")
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef RegionInfo made = RegionInfo.__new__(RegionInfo)
+    cdef kvr_region_info *out = &made.raw
+    cdef int32_t status
+    with nogil:
+        status = kvr_cuda_allocate(number, size, wanted, bits, out)
+    _check(status)
+    return made
+
+
+def cuda_import(ordinal, kind, fd, fabric, nbytes, physical_nbytes, region_id):
+    cdef int32_t number = _int32(ordinal, "ordinal")
+    cdef int32_t wanted = _int32(kind, "kind")
+    cdef int32_t descriptor = _int32(fd, "fd")
+    cdef bytes token = _exact_bytes(fabric, "fabric")
+    cdef int64_t size = _int64(nbytes, "nbytes")
+    cdef int64_t physical = _int64(physical_nbytes, "physical_nbytes")
+    cdef bytes identity = _exact_bytes(region_id, "region_id")
+    cdef const uint8_t *payload = <const uint8_t *>PyBytes_AS_STRING(token)
+    cdef const uint8_t *name = <const uint8_t *>PyBytes_AS_STRING(identity)
+    cdef RegionInfo made = RegionInfo.__new__(RegionInfo)
+    cdef kvr_region_info *out = &made.raw
+    cdef int32_t status
+    _check_length("fabric", PyBytes_GET_SIZE(token), KVR_FABRIC_NBYTES, "bytes")
+    _check_length("region_id", PyBytes_GET_SIZE(identity), KVR_REGION_ID_NBYTES, "bytes")
+    with nogil:
+        status = kvr_cuda_import(number, wanted, descriptor, payload, size, physical, name, out)
+    _check(status)
+    return made
+
+
+def cuda_export_fabric(region):
+    cdef int64_t handle = _int64(region, "region")
+    cdef uint8_t token[64]
+    cdef int32_t status
+    with nogil:
+        status = kvr_cuda_export_fabric(handle, token)
+    _check(status)
+    return token[:64]
+
+
+def cuda_fabric_done(region):
+    _check(kvr_cuda_fabric_done(_int64(region, "region")))
+
+
+def cuda_observe(region):
+    cdef int64_t handle = _int64(region, "region")
+    cdef kvr_cuda_observation seen
+    cdef int32_t status
+    with nogil:
+        status = kvr_cuda_observe(handle, &seen)
+    _check(status)
+    return _named(
+        CudaObservation,
+        (
+            seen.handle_types,
+            seen.allocation_type,
+            seen.location_type,
+            seen.location_id,
+            seen.granularity_min,
+            seen.granularity_recommended,
+            seen.mapped_nbytes,
+            seen.reserved_nbytes,
+            seen.allowed_handle_types,
+            seen.access,
+            seen.mapped_base,
+            seen.properties_result,
+            seen.granularity_result,
+            seen.range_result,
+            seen.reservation_result,
+            seen.allowed_result,
+            seen.access_result,
+        ),
+    )
 
 
 # ---- a part as a whole ----

@@ -96,6 +96,22 @@ KVR_DETAIL_STATE_RANGE = 58
 KVR_DETAIL_TABLE_SEALED = 59
 KVR_DETAIL_LAYOUT_NBYTES = 60
 KVR_DETAIL_LOCK_IN_USE = 61
+KVR_DETAIL_DRIVER_CALL = 62
+KVR_DETAIL_DRIVER_MISSING = 63
+KVR_DETAIL_DRIVER_ENTRY = 64
+KVR_DETAIL_ORDINAL_RANGE = 65
+KVR_DETAIL_DEVICE_LACKS_VMM = 66
+KVR_DETAIL_FABRIC_NOT_ALLOWED = 67
+KVR_DETAIL_FABRIC_GIVEN_OUT = 68
+KVR_DETAIL_HANDLE_IN_CALL = 69
+KVR_DETAIL_PROVIDER = 70
+KVR_DETAIL_CUDA_GRANULARITY = 71
+KVR_DETAIL_CUDA_MAPPED_NBYTES = 72
+KVR_DETAIL_CUDA_MAP_REFUSED = 73
+KVR_DETAIL_CUDA_HANDLE_TYPES = 74
+KVR_DETAIL_CUDA_LOCATION = 75
+KVR_DETAIL_IMPORT_PHYSICAL = 76
+KVR_DETAIL_NO_HOST_ADDRESS = 77
 KVR_SORT_REGION = 1
 KVR_SORT_MAPPING = 2
 KVR_SORT_LOCK = 3
@@ -116,6 +132,13 @@ KVR_IMPORT_ALLOW_UNSEALED = 1
 KVR_REGION_NAME_NBYTES = 200
 KVR_REGION_ID_NBYTES = 16
 KVR_PLACEMENT_COUNT_MAX = 1024
+KVR_PROVIDER_HOST = -1
+KVR_ORDINAL_COUNT_MAX = 64
+KVR_FABRIC_NBYTES = 64
+KVR_CUDA_ALLOW_FABRIC = 1
+KVR_CUDA_HAS_BATCH_COPY = 1
+KVR_CUDA_HAS_STREAM_QUERY = 2
+KVR_CUDA_HAS_ADDRESS_RANGE_HANDLE = 4
 KVR_TABLE_MAGIC = 0x314553554552564B
 KVR_TABLE_VERSION = 1
 KVR_KEY_NBYTES = 32
@@ -153,7 +176,7 @@ class kvr_error(ctypes.Structure):
         ("reserved0", c_int32),
         ("native_code", c_int64),
         ("values", c_int64 * 4),
-        ("call", ctypes.c_char * 32),
+        ("call", ctypes.c_char * 48),
     ]
 
 
@@ -169,6 +192,8 @@ class kvr_region_info(ctypes.Structure):
         ("device", c_uint64),
         ("inode", c_uint64),
         ("region_id", c_uint8 * 16),
+        ("provider", c_int32),
+        ("fabric_count", c_int32),
     ]
 
 
@@ -195,6 +220,40 @@ class kvr_observation(ctypes.Structure):
         ("page_nbytes", c_int64),
         ("block_nbytes", c_int64),
         ("reserved0", c_int64),
+    ]
+
+
+class kvr_cuda_info(ctypes.Structure):
+    _fields_ = [
+        ("ordinal", c_int32),
+        ("driver_version", c_int32),
+        ("vmm", c_int32),
+        ("posix_fd", c_int32),
+        ("fabric", c_int32),
+        ("features", c_uint32),
+        ("uuid", c_uint8 * 16),
+    ]
+
+
+class kvr_cuda_observation(ctypes.Structure):
+    _fields_ = [
+        ("handle_types", c_int64),
+        ("allocation_type", c_int64),
+        ("location_type", c_int64),
+        ("location_id", c_int64),
+        ("granularity_min", c_int64),
+        ("granularity_recommended", c_int64),
+        ("mapped_nbytes", c_int64),
+        ("reserved_nbytes", c_int64),
+        ("allowed_handle_types", c_int64),
+        ("access", c_int64),
+        ("mapped_base", c_uint64),
+        ("properties_result", c_int32),
+        ("granularity_result", c_int32),
+        ("range_result", c_int32),
+        ("reservation_result", c_int32),
+        ("allowed_result", c_int32),
+        ("access_result", c_int32),
     ]
 
 

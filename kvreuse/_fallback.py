@@ -11,6 +11,14 @@ from . import _api, _status
 from . import _ctypes_structs as c
 from . import _fallback_host as _host
 from . import _fallback_part as _part
+from ._fallback_cuda import (
+    cuda_allocate,
+    cuda_export_fabric,
+    cuda_fabric_done,
+    cuda_import,
+    cuda_info,
+    cuda_observe,
+)
 from ._fallback_host import (
     crc32c,
     host_allocate,
@@ -60,6 +68,12 @@ from ._fallback_table import (
 __all__ = [
     "abi_version",
     "crc32c",
+    "cuda_allocate",
+    "cuda_export_fabric",
+    "cuda_fabric_done",
+    "cuda_import",
+    "cuda_info",
+    "cuda_observe",
     "echo",
     "handle_counts",
     "host_allocate",
@@ -122,5 +136,5 @@ def handle_counts() -> _api.HandleCounts:
         counts = _host.counts()
         regions = counts[c.KVR_SORT_REGION]
         # A mapping holds one fd more where this Python's mmap dups it: the core's do not.
-        fds = regions + _host.buffer_fds() + _part.lock_fds()
+        fds = _host.region_fds() + _host.buffer_fds() + _part.lock_fds()
         return _api.HandleCounts(regions, counts[c.KVR_SORT_MAPPING], _part.lock_count(), counts[c.KVR_SORT_TABLE], fds)

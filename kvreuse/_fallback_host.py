@@ -109,32 +109,52 @@ def _as_text(value: Any, name: str, want: str) -> bytes:
 
 
 class Region:
-    """A region; its fd is owned."""
+    """A region; its fd, or the driver's handle, is owned."""
 
     __slots__ = (
         "access",
+        "calls",
+        "closing",
         "device",
+        "fabric_count",
         "fd",
         "handle",
         "inode",
         "kind",
         "mapping_count",
+        "native",
         "nbytes",
         "origin",
         "physical_nbytes",
+        "provider",
         "region_id",
     )
     sort = c.KVR_SORT_REGION
 
-    def __init__(self, fd: int, nbytes: int, physical_nbytes: int, kind: int, origin: int, region_id: bytes) -> None:
-        found = _step("fstat", os.fstat, fd)
+    def __init__(
+        self,
+        fd: int,
+        nbytes: int,
+        physical_nbytes: int,
+        kind: int,
+        access: int,
+        origin: int,
+        device: int,
+        inode: int,
+        region_id: bytes,
+    ) -> None:
         self.handle = 0
         self.fd = fd
         self.nbytes, self.physical_nbytes = nbytes, physical_nbytes
-        self.kind, self.access, self.origin = kind, _step("fcntl", _access_of, fd), origin
+        self.kind, self.access, self.origin = kind, access, origin
         self.mapping_count = 0
-        self.device, self.inode = found.st_dev, found.st_ino
+        self.device, self.inode = device, inode
         self.region_id = region_id
+        self.provider = c.KVR_PROVIDER_HOST
+        self.native = 0  # CUDA: the allocation handle
+        self.fabric_count = 0
+        self.calls = 0  # threads inside a call on it, which does not hold the lock
+        self.closing = False  # being closed without the lock: stale to every other call
 
     def info(self) -> _api.RegionInfo:
         return _api.RegionInfo(
@@ -148,7 +168,16 @@ class Region:
             self.device,
             self.inode,
             self.region_id,
+            self.provider,
+            self.fabric_count,
         )
+
+
+def check_host(region: Region, call: str) -> None:
+    """Refuse a region that the CPU cannot map, in a call that needs host memory."""
+    if region.provider != c.KVR_PROVIDER_HOST:
+        values = (region.handle, region.provider)
+        raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_PROVIDER, values, call)
 
 
 class MappingBuffer(mmap.mmap):
@@ -158,24 +187,33 @@ class MappingBuffer(mmap.mmap):
 
 
 class Mapping:
-    """A mapping of a region."""
+    """A mapping of a region; `buffer` is None for CUDA memory."""
 
-    __slots__ = ("access", "address", "buffer", "handle", "holds", "nbytes", "region", "uses")
+    __slots__ = ("access", "address", "buffer", "closing", "handle", "holds", "is_unmapped", "nbytes", "region", "uses")
     sort = c.KVR_SORT_MAPPING
 
-    def __init__(self, region: Region, buffer: MappingBuffer, access: int) -> None:
+    def __init__(self, region: Region, buffer: MappingBuffer | None, address: int, access: int) -> None:
         self.handle = 0
         self.region = region
         self.buffer = buffer
-        self.address = libc.address_of(buffer)
+        self.address = address
         self.nbytes = region.nbytes
         self.access = access
         self.uses = 0  # by mapping_use: callers may drop these
         self.holds = 0  # by tables and calls that read it; views are counted by the buffer
+        self.closing = False
+        self.is_unmapped = False  # CUDA: only the addresses are left to give back
 
     def info(self) -> _api.MappingInfo:
-        uses = self.uses + self.holds + libc.export_count(self.buffer)
+        uses = self.uses + self.holds + (libc.export_count(self.buffer) if self.buffer is not None else 0)
         return _api.MappingInfo(self.handle, self.region.handle, self.address, self.nbytes, self.access, uses)
+
+
+def mapping_of(region: Region) -> Mapping | None:
+    """Find any mapping of a region. The caller holds `lock`."""
+    if not region.mapping_count:
+        return None
+    return next((o for o in _objects if type(o) is Mapping and o.region is region and not o.closing), None)
 
 
 _GENERATION_MAX = 2**31 - 1
@@ -224,7 +262,7 @@ def find(handle: int, sort: type[T], call: str) -> T:
     if slot >= len(_objects) or generation == 0 or generation > _generations[slot]:
         raise _status.make(c.KVR_ERROR_INVALID_HANDLE, c.KVR_DETAIL_HANDLE_UNKNOWN, (handle,), call)
     thing = _objects[slot]
-    if thing is None or generation < _generations[slot]:
+    if thing is None or thing.closing or generation < _generations[slot]:
         raise _status.make(c.KVR_ERROR_STALE_HANDLE, c.KVR_DETAIL_HANDLE_STALE, (handle,), call)
     if type(thing) is not sort:
         values = (handle, thing.sort, sort.sort)  # type: ignore[attr-defined]
@@ -280,7 +318,7 @@ def map_memory(fd: int, nbytes: int, access: int, dontfork: bool, call: str, off
         raise _status.from_errno("mmap", error.errno or 0) from None
     except ValueError:
         # It was cut just now.
-        found = _step("fstat", os.fstat, fd).st_size
+        found = step("fstat", os.fstat, fd).st_size
         values = (offset + nbytes, found)
         raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_SIZE, values, call) from None
     _buffers.add(buffer)
@@ -319,7 +357,7 @@ def _seals_of(fd: int) -> int:
         return -1
 
 
-def _step(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def step(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of `os`, turning its OSError into ours."""
     try:
         return function(*arguments)
@@ -327,9 +365,17 @@ def _step(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise _status.from_errno(call, error.errno or 0) from None
 
 
-def _random(nbytes: int) -> bytes:
+def random_bytes(nbytes: int) -> bytes:
     # Not os.urandom: where the call fails, that reads a file and keeps its fd.
-    return bytes(_step("getrandom", os.getrandom, nbytes))
+    return bytes(step("getrandom", os.getrandom, nbytes))
+
+
+def _host_region(fd: int, nbytes: int, physical: int, kind: int, origin: int, region_id: bytes | None) -> Region:
+    """Make a region of an fd, without a handle yet. region_id None: a new one."""
+    found = step("fstat", os.fstat, fd)
+    access = step("fcntl", _access_of, fd)
+    name = random_bytes(c.KVR_REGION_ID_NBYTES) if region_id is None else region_id
+    return Region(fd, nbytes, physical, kind, access, origin, found.st_dev, found.st_ino, name)
 
 
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
@@ -342,10 +388,10 @@ def _open_unnamed(directory: bytes) -> int:
         if error.errno not in _NO_TMPFILE:
             raise _status.from_errno("open", error.errno or 0) from None
     # A file system without O_TMPFILE: the name exists for a moment.
-    path = os.path.join(directory, b".kvreuse-" + _random(8).hex().encode())
-    fd = int(_step("open", os.open, path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
+    path = os.path.join(directory, b".kvreuse-" + random_bytes(8).hex().encode())
+    fd = int(step("open", os.open, path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
     try:
-        _step("unlink", os.unlink, path)
+        step("unlink", os.unlink, path)
     except BaseException:
         os.close(fd)
         raise
@@ -370,18 +416,18 @@ def host_allocate(nbytes: Any, kind: Any, name: str, directory: str | None) -> _
     check_fork(call)
     physical = _round_up(nbytes)
     if folder is None:
-        fd = _step("memfd_create", libc.memfd_create, label, libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING)
+        fd = step("memfd_create", libc.memfd_create, label, libc.MFD_CLOEXEC | libc.MFD_ALLOW_SEALING)
     else:
         fd = _open_unnamed(folder)
     try:
-        _step("ftruncate", os.ftruncate, fd, physical)
+        step("ftruncate", os.ftruncate, fd, physical)
         if folder is None:
             seals = libc.F_SEAL_SHRINK | libc.F_SEAL_GROW | libc.F_SEAL_SEAL
-            _step("fcntl", fcntl.fcntl, fd, libc.F_ADD_SEALS, seals)
+            step("fcntl", fcntl.fcntl, fd, libc.F_ADD_SEALS, seals)
         else:
             # A full file system is an error now, not a SIGBUS at the first touch.
-            _step("posix_fallocate", os.posix_fallocate, fd, 0, physical)
-        region = Region(fd, nbytes, physical, kind, c.KVR_ORIGIN_ALLOCATED, _random(c.KVR_REGION_ID_NBYTES))
+            step("posix_fallocate", os.posix_fallocate, fd, 0, physical)
+        region = _host_region(fd, nbytes, physical, kind, c.KVR_ORIGIN_ALLOCATED, None)
         with lock:
             register(region)
             return region.info()
@@ -404,7 +450,17 @@ def region_export(region: Any) -> int:
         check_fork(call)
         if thing.kind != c.KVR_KIND_POSIX_FD:
             raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_KIND_NOT_EXPORTABLE, (thing.kind,), call)
-        return int(_step("fcntl", fcntl.fcntl, thing.fd, fcntl.F_DUPFD_CLOEXEC, 0))
+        if thing.provider == c.KVR_PROVIDER_HOST:
+            try:
+                return fcntl.fcntl(thing.fd, fcntl.F_DUPFD_CLOEXEC, 0)
+            except OSError as error:
+                raise _status.from_errno("fcntl", error.errno or 0) from None
+        thing.calls += 1
+    try:
+        return _cuda().export_fd(thing)
+    finally:
+        with lock:
+            thing.calls -= 1
 
 
 def region_import(
@@ -429,7 +485,7 @@ def region_import(
     if physical != _round_up(nbytes):
         values = (nbytes, physical, PAGE)
         raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_NBYTES, values, call)
-    found = _step("fstat", os.fstat, fd)
+    found = step("fstat", os.fstat, fd)
     if not stat.S_ISREG(found.st_mode):
         raise _status.make(c.KVR_ERROR_KIND_MISMATCH, c.KVR_DETAIL_FD_NOT_MEMORY, (fd, found.st_mode), call)
     if (device or inode) and (device, inode) != (found.st_dev, found.st_ino):
@@ -444,9 +500,9 @@ def region_import(
             values = (seals, libc.F_SEAL_SHRINK)
             raise _status.make(c.KVR_ERROR_PERMISSION_DENIED, c.KVR_DETAIL_IMPORT_SEALS, values, call)
     check_fork(call)
-    own = _step("fcntl", fcntl.fcntl, fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    own = step("fcntl", fcntl.fcntl, fd, fcntl.F_DUPFD_CLOEXEC, 0)
     try:
-        region = Region(own, nbytes, physical, c.KVR_KIND_POSIX_FD, c.KVR_ORIGIN_IMPORTED, region_id)
+        region = _host_region(own, nbytes, physical, c.KVR_KIND_POSIX_FD, c.KVR_ORIGIN_IMPORTED, region_id)
         with lock:
             register(region)
             return region.info()
@@ -459,8 +515,9 @@ def region_observe(region: Any) -> _api.HostObservation:
     handle = _status.as_integer(region, "region")
     with lock:
         thing = find(handle, Region, "region_observe")
-        found = _step("fstat", os.fstat, thing.fd)
-        access = _step("fcntl", _access_of, thing.fd)
+        check_host(thing, "region_observe")
+        found = step("fstat", os.fstat, thing.fd)
+        access = step("fcntl", _access_of, thing.fd)
         seals = _seals_of(thing.fd)
     return _api.HostObservation(
         found.st_size,
@@ -482,17 +539,18 @@ def region_placement(region: Any, nodes: Any) -> int:
     capacity = len(out)
     with lock:
         thing = find(handle, Region, call)
+        check_host(thing, call)
         if not 1 <= capacity <= c.KVR_PLACEMENT_COUNT_MAX:
             values = (capacity, c.KVR_PLACEMENT_COUNT_MAX)
             raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_COUNT_RANGE, values, call)
         check_fork(call)
-        mapping = next((other for other in _objects if type(other) is Mapping and other.region is thing), None)
+        mapping = mapping_of(thing)
         if mapping is None:
             return 0
         last = (mapping.nbytes - 1) // PAGE
         count = min(last + 1, capacity)
         pages = [mapping.address + (last * i // (count - 1) if count > 1 else 0) * PAGE for i in range(count)]
-        found = _step("move_pages", libc.page_nodes, pages)
+        found = step("move_pages", libc.page_nodes, pages)
     for i, node in enumerate(found):
         out[i] = node
     return count
@@ -513,15 +571,30 @@ def region_map(region: Any, access: Any, flags: Any) -> _api.MappingInfo:
         if access == c.KVR_ACCESS_READ_WRITE and thing.access != c.KVR_ACCESS_READ_WRITE:
             raise _status.make(c.KVR_ERROR_PERMISSION_DENIED, c.KVR_DETAIL_ACCESS_READ_ONLY, (handle,), call)
         check_fork(call)
-        buffer = map_memory(thing.fd, thing.nbytes, access, bool(flags & c.KVR_MAP_DONTFORK), call)
+        if thing.provider == c.KVR_PROVIDER_HOST:
+            buffer = map_memory(thing.fd, thing.nbytes, access, bool(flags & c.KVR_MAP_DONTFORK), call)
+            try:
+                mapping = Mapping(thing, buffer, libc.address_of(buffer), access)
+                register(mapping)
+            except BaseException:
+                unmap_memory(buffer)
+                raise
+            thing.mapping_count += 1
+            return _api.MappingInfo(mapping.handle, handle, mapping.address, mapping.nbytes, access, 0)
+        thing.calls += 1
+    try:
+        mapping = Mapping(thing, None, _cuda().map_region(thing, access, call), access)
         try:
-            mapping = Mapping(thing, buffer, access)
-            register(mapping)
+            with lock:
+                register(mapping)
+                thing.mapping_count += 1
         except BaseException:
-            unmap_memory(buffer)
+            _cuda().unmap(mapping)
             raise
-        thing.mapping_count += 1
-        return _api.MappingInfo(mapping.handle, handle, mapping.address, mapping.nbytes, access, 0)
+        return mapping.info()
+    finally:
+        with lock:
+            thing.calls -= 1
 
 
 def region_close(region: Any) -> None:
@@ -533,12 +606,42 @@ def region_close(region: Any) -> None:
         if thing.mapping_count:
             values = (handle, thing.mapping_count)
             raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_REGION_MAPPED, values, call)
-        unregister(thing)
-        fd, thing.fd = thing.fd, -1
+        if thing.fabric_count:
+            values = (handle, thing.fabric_count)
+            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_FABRIC_GIVEN_OUT, values, call)
+        if thing.calls:
+            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_HANDLE_IN_CALL, (handle,), call)
+        if thing.provider == c.KVR_PROVIDER_HOST:
+            unregister(thing)
+            fd, thing.fd = thing.fd, -1
+        else:
+            thing.closing = True
+    if thing.closing:
+        _close_without_lock(thing, _cuda().release)
+        return
     try:  # noqa: SIM105 - contextlib.suppress costs more than the call
         os.close(fd)
     except OSError:
         pass  # after close() the number is free whatever it says
+
+
+def _close_without_lock(thing: Any, close: Callable[[Any], None]) -> None:
+    """Close a thing that is marked as closing by a call that may take long; it stays if that fails."""
+    try:
+        close(thing)
+    except BaseException:
+        thing.closing = False
+        raise
+    with lock:
+        unregister(thing)
+        if type(thing) is Mapping:
+            thing.region.mapping_count -= 1
+
+
+def _cuda() -> Any:
+    from . import _fallback_cuda  # which imports this module
+
+    return _fallback_cuda
 
 
 def mapping_info(mapping: Any) -> _api.MappingInfo:
@@ -553,6 +656,8 @@ def mapping_buffer(mapping: Any) -> MappingBuffer:
     with lock:
         thing = find(handle, Mapping, call)
         check_fork(call)
+        if thing.buffer is None:
+            raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_NO_HOST_ADDRESS, (handle,), call)
         return thing.buffer
 
 
@@ -574,19 +679,28 @@ def mapping_unmap(mapping: Any) -> None:
         thing = find(handle, Mapping, call)
         check_fork(call)
         is_used = thing.uses > 0 or thing.holds > 0
-        if not is_used:
+        if not is_used and thing.buffer is not None:
             try:
                 unmap_memory(thing.buffer)
             except BufferError:
                 is_used = True
         if is_used:
             raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_MAPPING_IN_USE, (handle,), call)
-        unregister(thing)
-        thing.region.mapping_count -= 1
+        if thing.buffer is not None:
+            unregister(thing)
+            thing.region.mapping_count -= 1
+            return
+        thing.closing = True
+    _close_without_lock(thing, _cuda().unmap)
 
 
 def counts() -> dict[int, int]:
     return _counts
+
+
+def region_fds() -> int:
+    """Count the fds that regions own. The caller holds `lock`."""
+    return sum(type(thing) is Region and thing.fd >= 0 for thing in _objects)
 
 
 def crc32c(data: Any, value: Any = 0) -> int:

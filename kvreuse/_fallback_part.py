@@ -264,6 +264,7 @@ class Table:
     """An open part: its mappings, views of them, and the steps that all calls are made of."""
 
     sort = c.KVR_SORT_TABLE
+    closing = False
 
     def __init__(self, memory: MappingBuffer, fields: dict[str, Any], role: int, session: int, row: int) -> None:
         self.handle = 0

@@ -98,6 +98,8 @@ def table_create(
     with host.lock:
         table = host.find(table_handle, Region, call)
         claims = host.find(claims_handle, Region, call)
+        host.check_host(table, call)
+        host.check_host(claims, call)
         host.check_fork(call)
         if not 1 <= slot_count <= c.KVR_SLOT_COUNT_MAX:
             check_layout_range(slot_count, 0, call)
@@ -165,6 +167,8 @@ def table_open(
     with host.lock:
         region = host.find(table_handle, Region, call)
         claims = host.find(claims_handle, Region, call)
+        host.check_host(region, call)
+        host.check_host(claims, call)
         host.check_fork(call)
         if role not in (READER, WRITER, KEEPER):
             raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_ROLE_UNKNOWN, (role,), call)

@@ -7,6 +7,7 @@ import os as _os
 import resource as _resource  # here: at the fd limit nothing can be imported any more
 from typing import Any, NoReturn
 
+from . import _ctypes_cuda as _cuda
 from . import errors as _e
 
 # Numbers of include/kvreuse.h; tests/lockstep compares every one with the header.
@@ -56,6 +57,9 @@ ERRNO_STATUS: dict[int, int] = {
     _errno.EACCES: -8,
     _errno.ENOSYS: -7,
 }
+
+# Which status a CUresult becomes; every other one is DRIVER. native/cuda.c holds the same rule.
+CURESULT_STATUS: dict[int, int] = {2: -9, 100: -7, 800: -8, 801: -7}
 
 # Detail number -> text; {0}..{3} are the record's values, {sort0} and the like their names.
 DETAILS: dict[int, str] = {
@@ -123,6 +127,23 @@ DETAILS: dict[int, str] = {
     59: "the memory already holds a part (state {0})",
     60: "a part of {0} slots of this size does not fit in 62 bits",
     61: "fd {0} names lock memory that this process holds open under another fd",
+    62: "{call} failed: {cuda}",
+    63: "{missing}",
+    64: "the CUDA driver has no entry point {call}: it is too old for virtual memory management (10.2 or newer is needed)",
+    65: "device {0} does not exist: the driver has {1} device(s), counted from 0",
+    66: "device {0} has no virtual memory management (attribute 102 is 0)",
+    67: "fabric memory is not allocated unless the profile says so: set [handles] fabric = \"allocate\"",
+    68: "region {0} still has {1} fabric handle(s) given out: it may be released only when all importers have imported; "
+    "close the shared handles then",
+    69: "handle {0} is inside a call of another thread: try again after it",
+    70: "region {0} is of provider {provider1}: this call is for the other kind of provider",
+    71: "{0} bytes of memory are no multiple of this allocation's granularity of {1}",
+    72: "{0} bytes were declared, the driver mapped {1}: the sizes must be equal",
+    73: "the driver refuses to map {0} bytes, as the record declares: the allocation is smaller ({call}: {cuda})",
+    74: "the record says kind {kind0}, but the allocation was made with kinds {1} (bits)",
+    75: "the allocation is at location type {1}, id {2}: expected device {0} (type 1)",
+    76: "nbytes {0} and physical_nbytes {1} do not fit: physical_nbytes must be as many or more",
+    77: "mapping {0} is device memory: the CPU cannot read it; view it by DLPack or __cuda_array_interface__",
 }
 
 _CODES = _errno.errorcode
@@ -161,6 +182,9 @@ def make(
         state2=STATES.get(v[2], str(v[2])),
         state3=STATES.get(v[3], str(v[3])),
         holder1=_holder(v[1]),
+        provider1="host" if v[1] < 0 else f"cuda:{v[1]}",
+        cuda=_cuda.describe_result(native_code) if native_source == 2 else "",
+        missing=_cuda.missing_reason() if detail == 63 else "",
         **names,
     )
     fields: dict[str, Any] = {
@@ -186,6 +210,11 @@ def make(
 def from_errno(call: str, code: int) -> _e.KVReuseError:
     """Build the exception of a failed system call."""
     return make(ERRNO_STATUS.get(code, -25), 1, (), call, 1, code)
+
+
+def from_curesult(call: str, code: int) -> _e.KVReuseError:
+    """Build the exception of a failed driver call."""
+    return make(CURESULT_STATUS.get(code, -24), 62, (), call, 2, code)
 
 
 def raise_status(*record: Any) -> NoReturn:

@@ -15,10 +15,10 @@
 #endif
 
 #define GENERATION_MAX INT32_MAX
-#define STORAGE_NBYTES 112
+#define STORAGE_NBYTES 176
 #define CHUNK_SLOTS 64
 
-/* Two cache lines. Regions and mappings live in their slot, so that finding one touches no other memory. */
+/* Three cache lines. Regions and mappings live in their slot, so that finding one touches no other memory. */
 typedef struct slot {
     int32_t generation;
     int32_t reserved;
@@ -26,10 +26,10 @@ typedef struct slot {
     _Alignas(8) uint8_t storage[STORAGE_NBYTES];
 } slot;
 
-_Static_assert(sizeof(slot) == 128, "two cache lines");
+_Static_assert(sizeof(slot) == 192, "three cache lines");
 _Static_assert(sizeof(kvr_region) <= STORAGE_NBYTES && sizeof(kvr_mapping) <= STORAGE_NBYTES, "they live in their slot");
 
-/* What every call reads comes first, in one cache line. Slots never move and are never freed: 128 bytes for each handle
+/* What every call reads comes first, in one cache line. Slots never move and are never freed: 192 bytes for each handle
  * that was open at the same time. */
 static struct {
     pthread_mutex_t mutex;
@@ -121,6 +121,13 @@ int32_t kvr_fail_errno(const char *call, int32_t code)
     return fill_error(status_of(code), KVR_DETAIL_SYSTEM_CALL, call, KVR_NATIVE_ERRNO, code);
 }
 
+int32_t kvr_fail_native(int32_t status, int32_t detail, const char *call, int32_t source, int64_t code, int64_t v0)
+{
+    (void)fill_error(status, detail, call, source, code);
+    last_error.values[0] = v0;
+    return status;
+}
+
 int32_t kvr_error_get(kvr_error *out)
 {
     *out = last_error;
@@ -151,7 +158,7 @@ static int32_t grow(const char *call)
     if (!vacant)
         return kvr_fail_errno("malloc", ENOMEM);
     process.vacant = vacant;
-    chunk = aligned_alloc(128, CHUNK_SLOTS * sizeof(slot));
+    chunk = aligned_alloc(64, CHUNK_SLOTS * sizeof(slot));
     if (!chunk)
         return kvr_fail_errno("malloc", ENOMEM);
     memset(chunk, 0, CHUNK_SLOTS * sizeof(slot));

@@ -1,4 +1,4 @@
-/* Regions and mappings of host memory. */
+/* Regions and mappings: those of host memory here, those of CUDA by cuda.c. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -44,7 +44,7 @@ static int64_t seals_of(int32_t fd)
     return seals < 0 ? -1 : seals;
 }
 
-static int32_t random_id(uint8_t *out)
+int32_t kvr_random_id(uint8_t *out)
 {
     int64_t done = 0;
     while (done < KVR_REGION_ID_NBYTES) {
@@ -68,7 +68,7 @@ static int32_t open_unnamed(const char *directory, int32_t *out)
         return kvr_fail_errno("open", errno);
     if (fd < 0) {
         /* A file system without O_TMPFILE: the name exists for a moment. */
-        status = random_id(random);
+        status = kvr_random_id(random);
         if (status)
             return status;
         written = snprintf(path, sizeof path, "%s/.kvreuse-%02x%02x%02x%02x%02x%02x%02x%02x", directory, random[0], random[1],
@@ -88,7 +88,7 @@ static int32_t open_unnamed(const char *directory, int32_t *out)
     return KVR_OK;
 }
 
-static void describe(const kvr_region *region, kvr_region_info *out)
+void kvr_describe_region(const kvr_region *region, kvr_region_info *out)
 {
     memset(out, 0, sizeof *out);
     out->handle = region->object.handle;
@@ -101,6 +101,15 @@ static void describe(const kvr_region *region, kvr_region_info *out)
     out->device = region->device;
     out->inode = region->inode;
     memcpy(out->region_id, region->region_id, sizeof out->region_id);
+    out->provider = region->provider;
+    out->fabric_count = region->fabric_count;
+}
+
+int32_t kvr_is_host(const kvr_region *region, const char *call)
+{
+    return region->provider == KVR_PROVIDER_HOST
+               ? KVR_OK
+               : kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_PROVIDER, call, region->object.handle, region->provider, 0, 0);
 }
 
 /* Make a region of fd, which it owns on success. region_id NULL: a new one. */
@@ -114,7 +123,7 @@ static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, 
     if (!status)
         status = access_of(fd, &access);
     if (!status && !region_id)
-        status = random_id(fresh_id);
+        status = kvr_random_id(fresh_id);
     if (status)
         return status;
     kvr_handles_lock();
@@ -122,6 +131,7 @@ static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, 
     if (!status) {
         kvr_region *region = (kvr_region *)object;
         region->fd = fd;
+        region->provider = KVR_PROVIDER_HOST;
         region->nbytes = nbytes;
         region->physical_nbytes = physical_nbytes;
         region->kind = kind;
@@ -131,7 +141,7 @@ static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, 
         region->inode = (uint64_t)found.st_ino;
         memcpy(region->region_id, region_id ? region_id : fresh_id, sizeof region->region_id);
         kvr_count_fds(1);
-        describe(region, out);
+        kvr_describe_region(region, out);
     }
     kvr_handles_unlock();
     return status;
@@ -212,7 +222,7 @@ int32_t kvr_region_info_get(int64_t handle, kvr_region_info *out)
     kvr_handles_lock();
     status = find_region(handle, "region_info", &region);
     if (!status)
-        describe(region, out);
+        kvr_describe_region(region, out);
     kvr_handles_unlock();
     return status;
 }
@@ -221,14 +231,21 @@ int32_t kvr_region_export(int64_t handle, int32_t *out_fd)
 {
     static const char call[] = "region_export";
     kvr_region *region;
-    int32_t status, fd;
+    int32_t status;
+    int fd;
     kvr_handles_lock();
     status = find_region(handle, call, &region);
     if (!status)
         status = kvr_forked(call);
     if (!status && region->kind != KVR_KIND_POSIX_FD)
         status = kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_KIND_NOT_EXPORTABLE, call, region->kind, 0, 0, 0);
-    if (!status) {
+    if (!status && region->provider != KVR_PROVIDER_HOST) {
+        region->object.calls++;
+        kvr_handles_unlock();
+        status = kvr_cuda_export_fd(region, out_fd);
+        kvr_handles_lock();
+        region->object.calls--;
+    } else if (!status) {
         fd = fcntl(region->fd, F_DUPFD_CLOEXEC, 0);
         if (fd < 0)
             status = kvr_fail_errno("fcntl", errno);
@@ -286,6 +303,8 @@ int32_t kvr_region_observe(int64_t handle, kvr_observation *out)
     int32_t status, access = KVR_ACCESS_NONE;
     kvr_handles_lock();
     status = find_region(handle, "region_observe", &region);
+    if (!status)
+        status = kvr_is_host(region, "region_observe");
     if (!status && fstat(region->fd, &found))
         status = kvr_fail_errno("fstat", errno);
     if (!status)
@@ -317,6 +336,8 @@ int32_t kvr_region_placement(int64_t handle, int64_t capacity, int64_t *nodes, i
     int32_t status;
     kvr_handles_lock();
     status = find_region(handle, call, &region);
+    if (!status)
+        status = kvr_is_host(region, call);
     if (!status && (capacity < 1 || capacity > KVR_PLACEMENT_COUNT_MAX))
         status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_COUNT_RANGE, call, capacity, KVR_PLACEMENT_COUNT_MAX, 0, 0);
     if (!status)
@@ -390,6 +411,7 @@ int32_t kvr_region_map(int64_t handle, int32_t access, uint32_t flags, kvr_mappi
 {
     static const char call[] = "region_map";
     kvr_region *region;
+    kvr_mapping unnamed;
     kvr_object *object;
     uint8_t *address = NULL;
     int32_t status;
@@ -397,11 +419,23 @@ int32_t kvr_region_map(int64_t handle, int32_t access, uint32_t flags, kvr_mappi
     status = find_region(handle, call, &region);
     if (!status)
         status = check_map(region, access, flags, call);
-    if (!status)
+    if (!status && region->provider != KVR_PROVIDER_HOST) {
+        uint64_t device_address = 0;
+        region->object.calls++;
+        kvr_handles_unlock();
+        status = kvr_cuda_map(region, access, call, &device_address);
+        address = (uint8_t *)(uintptr_t)device_address;
+        kvr_handles_lock();
+        region->object.calls--;
+    } else if (!status) {
         status = kvr_map_memory(region->fd, region->nbytes, 0, access, (int32_t)(flags & KVR_MAP_DONTFORK), call, &address);
+    }
     if (!status) {
         status = kvr_register(NULL, KVR_SORT_MAPPING, call, &object);
-        if (status) {
+        if (status && region->provider != KVR_PROVIDER_HOST) {
+            unnamed = (kvr_mapping){.region = region, .address = address};
+            (void)kvr_cuda_unmap(&unnamed);
+        } else if (status) {
             (void)munmap(address, (size_t)region->nbytes);
         } else {
             kvr_mapping *mapping = (kvr_mapping *)object;
@@ -428,14 +462,26 @@ int32_t kvr_region_close(int64_t handle)
         status = kvr_forked(call);
     if (!status && region->mapping_count)
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_REGION_MAPPED, call, handle, region->mapping_count, 0, 0);
+    if (!status && region->fabric_count)
+        status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_FABRIC_GIVEN_OUT, call, handle, region->fabric_count, 0, 0);
+    if (!status && region->object.calls)
+        status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_HANDLE_IN_CALL, call, handle, 0, 0, 0);
+    if (!status && region->provider != KVR_PROVIDER_HOST) {
+        region->object.closing = 1;
+        kvr_handles_unlock();
+        status = kvr_cuda_release(region);
+        kvr_handles_lock();
+        region->object.closing = 0;
+    }
     if (!status) {
         fd = region->fd;
+        if (region->provider == KVR_PROVIDER_HOST)
+            kvr_count_fds(-1);
         kvr_unregister(&region->object);
-        kvr_count_fds(-1);
     }
     kvr_handles_unlock();
     /* After close() the number is free whatever it says. */
-    if (!status)
+    if (fd >= 0)
         (void)close(fd);
     return status;
 }
@@ -474,6 +520,8 @@ int32_t kvr_mapping_view(int64_t handle, int32_t delta, kvr_mapping_info *out)
     int32_t status;
     kvr_handles_lock();
     status = find_mapping(handle, "mapping_buffer", &mapping);
+    if (!status && mapping->region->provider != KVR_PROVIDER_HOST)
+        status = kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_NO_HOST_ADDRESS, "mapping_buffer", handle, 0, 0, 0);
     if (!status) {
         mapping->hold_count += delta;
         describe_mapping(mapping, out);
@@ -497,7 +545,9 @@ int32_t kvr_mapping_unmap(int64_t handle)
         /* Giving back much memory takes long: not with the mutex held. Until it is done the handle is stale to all others. */
         mapping->object.closing = 1;
         kvr_handles_unlock();
-        if (munmap(mapping->address, (size_t)mapping->nbytes))
+        if (mapping->region->provider != KVR_PROVIDER_HOST)
+            status = kvr_cuda_unmap(mapping);
+        else if (munmap(mapping->address, (size_t)mapping->nbytes))
             status = kvr_fail_errno("munmap", errno);
         kvr_handles_lock();
         mapping->object.closing = 0;

@@ -20,7 +20,7 @@
 typedef struct kvr_object {
     int64_t handle;
     int32_t sort;
-    int32_t calls;   /* threads inside a call on it; a table only */
+    int32_t calls;   /* threads inside a call on it, which does not hold the mutex */
     int32_t closing; /* being closed without the mutex: stale to every other call */
     int32_t reserved;
 } kvr_object;
@@ -29,11 +29,15 @@ typedef struct kvr_region {
     kvr_object object;
     int64_t nbytes;
     int64_t physical_nbytes;
-    int32_t fd; /* owned */
+    int32_t fd; /* owned; -1 for CUDA */
     int32_t kind;
     int32_t access;
     int32_t origin;
     int32_t mapping_count;
+    int32_t provider; /* KVR_PROVIDER_HOST or a device's ordinal */
+    int32_t fabric_count;
+    int32_t reserved;
+    uint64_t native; /* CUDA: the allocation handle, owned */
     uint64_t device;
     uint64_t inode;
     uint8_t region_id[16];
@@ -47,6 +51,7 @@ typedef struct kvr_mapping {
     int32_t access;
     int32_t use_count; /* by kvr_mapping_use: callers may drop these */
     int32_t hold_count; /* buffers given out, bound tables, calls that read it: only their makers drop these */
+    int32_t is_unmapped; /* CUDA: only the addresses are left to give back */
 } kvr_mapping;
 
 /* One lock memory in this process. */
@@ -64,6 +69,7 @@ typedef struct kvr_lock {
 /* ---- errors (handles.c) ---- */
 int32_t kvr_fail(int32_t status, int32_t detail, const char *call, int64_t v0, int64_t v1, int64_t v2, int64_t v3);
 int32_t kvr_fail_errno(const char *call, int32_t code);
+int32_t kvr_fail_native(int32_t status, int32_t detail, const char *call, int32_t source, int64_t code, int64_t v0);
 
 /* ---- handles (handles.c); all but kvr_forked with the handle mutex held ---- */
 void kvr_handles_lock(void);
@@ -81,8 +87,17 @@ kvr_lock **kvr_locks(void);
 int32_t kvr_map_memory(int32_t fd, int64_t nbytes, int64_t offset_bytes, int32_t access, int32_t dontfork, const char *call,
                        uint8_t **out);
 int64_t kvr_page_nbytes(void);
+int32_t kvr_random_id(uint8_t *out);
+void kvr_describe_region(const kvr_region *region, kvr_region_info *out);
+int32_t kvr_is_host(const kvr_region *region, const char *call); /* KVR_OK, or the error for a call that needs host memory */
 /* For the extension's buffers: +1 or -1 view. */
 int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out);
+
+/* ---- CUDA memory (cuda.c); without the handle mutex, on what the caller pinned ---- */
+int32_t kvr_cuda_export_fd(kvr_region *region, int32_t *out_fd);
+int32_t kvr_cuda_map(const kvr_region *region, int32_t access, const char *call, uint64_t *out);
+int32_t kvr_cuda_unmap(kvr_mapping *mapping);
+int32_t kvr_cuda_release(const kvr_region *region);
 
 /* ---- the part's lock (lock.c) ---- */
 int32_t kvr_lock_open(int32_t fd, kvr_lock **out); /* handle mutex held */

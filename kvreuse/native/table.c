@@ -171,6 +171,10 @@ static int32_t find_regions(int64_t table_region, int64_t claims_region, const c
     if (!status)
         status = kvr_find(claims_region, KVR_SORT_REGION, call, &second);
     if (!status)
+        status = kvr_is_host((kvr_region *)first, call);
+    if (!status)
+        status = kvr_is_host((kvr_region *)second, call);
+    if (!status)
         status = kvr_forked(call);
     if (!status) {
         *table = (kvr_region *)first;
@@ -531,6 +535,8 @@ int32_t kvr_table_bind(int64_t handle, int64_t index, int64_t mapping_handle)
     status = kvr_find(mapping_handle, KVR_SORT_MAPPING, call, &object);
     if (!status && (index < 0 || index >= table->super.region_count))
         status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_REGION_INDEX_RANGE, call, index, table->super.region_count, 0, 0);
+    if (!status && ((kvr_mapping *)object)->region->provider != KVR_PROVIDER_HOST)
+        status = kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_NO_HOST_ADDRESS, call, mapping_handle, 0, 0, 0);
     if (!status) {
         kvr_mapping *mapping = (kvr_mapping *)object;
         int64_t slots = table->super.slot_count - index * table->super.slots_per_region, needed;
