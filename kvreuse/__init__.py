@@ -46,6 +46,7 @@ _LAZY = {
     "get_include": "._info",
     "Access": ".handles",
     "Capability": ".handles",
+    "CudaObservation": ".handles",
     "HandleKind": ".handles",
     "Mapping": ".handles",
     "Observation": ".handles",

@@ -220,6 +220,13 @@ class Backend(Protocol):
         """
         ...
 
+    def mapping_dlpack(self, mapping: Any, device_type: Any, device_id: Any, is_versioned: Any) -> Any:
+        """Give a DLPack capsule of the mapping as 1-D uint8, of DLPack 1.0 if `is_versioned`.
+
+        Only in Python. It is a use of the mapping until its deleter has run.
+        """
+        ...
+
     def mapping_use(self, mapping: Any, delta: Any) -> None: ...
     def mapping_unmap(self, mapping: Any) -> None: ...
     def cuda_info(self, ordinal: Any) -> CudaInfo: ...
@@ -329,6 +336,9 @@ class Backend(Protocol):
 
 
 # Names that have no C twin, with the reason.
-PYTHON_ONLY = {"mapping_buffer": "before Python 3.12 a buffer must come from a C type"}
+PYTHON_ONLY = {
+    "mapping_buffer": "before Python 3.12 a buffer must come from a C type",
+    "mapping_dlpack": "a capsule is a Python object",
+}
 # C names whose Python form drops the suffix `_get` (a C function may not share its struct's name).
 FUNCTIONS: tuple[str, ...] = tuple(name for name in vars(Backend) if not name.startswith("_"))

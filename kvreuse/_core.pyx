@@ -7,6 +7,7 @@ keeps hold the GIL: letting it go would cost more than they do.
 
 from cpython.buffer cimport PyBUF_FULL_RO, PyBuffer_FillInfo, PyBuffer_IsContiguous, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_New
 from cpython.long cimport PyLong_AsLongLongAndOverflow
 from cpython.ref cimport Py_INCREF
 from cython cimport final
@@ -23,6 +24,8 @@ cdef extern from "Python.h":
 
 cdef extern from "internal.h" nogil:
     int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out) noexcept
+    int32_t kvr_mapping_dlpack(int64_t mapping, int32_t device_type, int32_t device_id, int32_t is_versioned, void **out) noexcept
+    void kvr_dlpack_delete(void *tensor, int32_t is_versioned) noexcept
 
 from . import _status
 from ._api import CudaInfo, CudaObservation, HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
@@ -562,6 +565,33 @@ def mapping_buffer(mapping):
     if pid != _owner_pid:
         raise _status.make(KVR_ERROR_FORKED, KVR_DETAIL_FORKED, (_owner_pid, pid), "mapping_buffer")
     return MappingBuffer(handle)
+
+
+cdef void _drop_dlpack(object capsule) noexcept:
+    # A consumer renames the capsule and calls the deleter itself.
+    if PyCapsule_IsValid(capsule, "dltensor"):
+        kvr_dlpack_delete(PyCapsule_GetPointer(capsule, "dltensor"), 0)
+    elif PyCapsule_IsValid(capsule, "dltensor_versioned"):
+        kvr_dlpack_delete(PyCapsule_GetPointer(capsule, "dltensor_versioned"), 1)
+
+
+def mapping_dlpack(mapping, device_type, device_id, is_versioned):
+    cdef bint versioned = bool(is_versioned)
+    cdef void *tensor = NULL
+    _check(
+        kvr_mapping_dlpack(
+            _int64(mapping, "mapping"),
+            _int32(device_type, "device_type"),
+            _int32(device_id, "device_id"),
+            versioned,
+            &tensor,
+        )
+    )
+    try:
+        return PyCapsule_New(tensor, "dltensor_versioned" if versioned else "dltensor", _drop_dlpack)
+    except BaseException:
+        kvr_dlpack_delete(tensor, versioned)
+        raise
 
 
 def mapping_use(mapping, delta):

@@ -34,13 +34,14 @@ def backend_info() -> dict[str, Any]:
         backend : "core" or "fallback"; reason : why this one; version; abi_version : of the backend;
         features : {name: "on" or "off: REASON"}; extension_path : file of the backend module; python; libc; machine.
     """
-    cuda = _ctypes_cuda.missing_reason() or "the cuda provider is not in this version"
+    missing = _ctypes_cuda.missing_reason()
+    cuda = f"off: {missing}" if missing else "on: Provider('cuda:N').capabilities() says what works"
     return {
         "backend": _select.backend_name,
         "reason": _select.reason,
         "version": _version.__version__,
         "abi_version": _select.backend.abi_version(),
-        "features": {"host": "on", "posix_fd": "on", "cuda": f"off: {cuda}", "fabric": f"off: {cuda}"},
+        "features": {"host": "on", "posix_fd": "on", "cuda": cuda, "fabric": cuda},
         "extension_path": _select.module.__file__,
         "python": sys.version.split()[0],
         "libc": " ".join(platform.libc_ver()),

@@ -10,18 +10,18 @@ import mmap
 import os
 import select
 import socket
-import stat
 import struct
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import warnings
-from array import array
-from collections.abc import Callable, Sequence
-from types import MappingProxyType, TracebackType
+from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from . import _ctypes_cuda, _status
+from . import _status
 from ._api import MappingInfo
 from ._select import backend as _backend
 from .errors import (
@@ -34,18 +34,23 @@ from .errors import (
     KVReuseError,
     NotSupportedError,
     PermissionDeniedError,
+    ProfileError,
     ProtocolError,
     SizeMismatchError,
     SystemCallError,
     WaitTimeoutError,
 )
+from .observation import Access, CudaObservation, Observation, observe_cuda, observe_host
 
 if TYPE_CHECKING:
     from .profile import Profile
 
 MAP_DONTFORK = 1  # KVR_MAP_DONTFORK
 IMPORT_ALLOW_UNSEALED = 1  # KVR_IMPORT_ALLOW_UNSEALED
+CUDA_ALLOW_FABRIC = 1  # KVR_CUDA_ALLOW_FABRIC
+CUDA_FEATURES = {"batch_copy": 1, "stream_query": 2, "address_range_handle": 4}  # KVR_CUDA_HAS_...
 REGION_ID_NBYTES = 16
+TRIAL_TIMEOUT_S = 30.0
 # How a sandbox or an old kernel says that there is no memfd for this process.
 _NO_MEMFD = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 
@@ -58,14 +63,6 @@ class HandleKind(enum.IntEnum):
     FABRIC = 8
 
 
-class Access(enum.IntEnum):
-    """What a mapping allows. The numbers are CUDA's (cuda.h, CUmemAccess_flags)."""
-
-    NONE = 0
-    READ = 1
-    READ_WRITE = 3
-
-
 PAYLOAD_NBYTES = {HandleKind.NONE: 0, HandleKind.POSIX_FD: 4, HandleKind.FABRIC: 64}
 
 
@@ -75,75 +72,6 @@ class Capability:
 
     ok: bool
     reason: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Observation:
-    """What the native side says of a region now, beside what was declared.
-
-    Attributes
-    ----------
-    nbytes, physical_nbytes : int
-        Declared (carried with the handle), bytes.
-    file_type : str or None
-        "memory file" for a memfd or an unlinked file; anything else is no region of this library.
-    observed_nbytes, allocated_nbytes : int or None
-        Size of the memory, and how much of it has pages now, bytes.
-    device, inode : int or None
-        Identity of the memory (st_dev, st_ino).
-    seals : int or None
-        F_GET_SEALS bits.
-    access : Access or None
-        What the region's fd allows.
-    page_nbytes, huge_page_nbytes : int or None
-        The kernel's page size, and the page size that backs this memory if it is larger, bytes.
-    numa_nodes : mapping of int to int, or None
-        NUMA node to pages of a sample of at most 64, spread over the region; -1 counts pages that nothing has touched.
-    mapping_count, fd_count : int or None
-        Mappings of this memory in this process, and its open fds here, whoever made them.
-    sources : mapping of str to str
-        For each field the call it came from; "carried" for declared ones.
-    reasons : mapping of str to str
-        For each field that is None, why; "kind" says why a weaker kind was granted, "memory" why it is no memfd.
-    """
-
-    nbytes: int
-    physical_nbytes: int
-    file_type: str | None
-    observed_nbytes: int | None
-    allocated_nbytes: int | None
-    device: int | None
-    inode: int | None
-    seals: int | None
-    access: Access | None
-    page_nbytes: int | None
-    huge_page_nbytes: int | None
-    numa_nodes: MappingProxyType[int, int] | None
-    mapping_count: int | None
-    fd_count: int | None
-    sources: MappingProxyType[str, str]
-    reasons: MappingProxyType[str, str]
-
-
-PLACEMENT_SAMPLE_PAGES = 64
-_SOURCES = MappingProxyType(
-    {
-        "nbytes": "carried",
-        "physical_nbytes": "carried",
-        "file_type": "fstat st_mode",
-        "observed_nbytes": "fstat st_size",
-        "allocated_nbytes": "fstat st_blocks",
-        "device": "fstat st_dev",
-        "inode": "fstat st_ino",
-        "seals": "fcntl F_GET_SEALS",
-        "access": "fcntl F_GETFL",
-        "page_nbytes": "sysconf _SC_PAGESIZE",
-        "huge_page_nbytes": "fstat st_blksize",
-        "numa_nodes": "move_pages without target nodes",
-        "mapping_count": "/proc/self/maps",
-        "fd_count": "/proc/self/fd",
-    }
-)
 
 
 def open_provider(name: str, profile: Profile | None = None) -> Provider:
@@ -174,37 +102,57 @@ class Provider:
 
     def __init__(self, name: str, profile: Profile | None = None) -> None:
         kind, _, ordinal = name.partition(":")
-        if not (name == "host" or (kind == "cuda" and ordinal.isdigit())):
+        if not (name == "host" or (kind == "cuda" and ordinal.isascii() and ordinal.isdigit())):
             raise NotSupportedError(f'provider {name!r} is unknown: expected "host" or "cuda:N"')
         self.name = name
+        self._ordinal = -1 if name == "host" else _status.as_integer(int(ordinal), "the device ordinal", 0, 2**31 - 1)
         self._profile = profile
 
     def __repr__(self) -> str:
         return f"<kvreuse.Provider {self.name}>"
 
-    def _unusable(self) -> str:
-        """Why nothing can be allocated or imported here; "" if it can."""
-        if self.name == "host":
-            return ""
-        return _ctypes_cuda.missing_reason() or "the cuda provider is not in this version"
+    def features(self) -> dict[str, Capability]:
+        """Tell which optional driver calls there are; {} for the host.
+
+        Returns
+        -------
+        dict of str to Capability
+            batch_copy, stream_query, address_range_handle.
+
+        Raises
+        ------
+        NotSupportedError, RangeError
+            There is no driver, or no such device.
+        """
+        if self._ordinal < 0:
+            return {}
+        bits = _backend.cuda_info(self._ordinal).features
+        return {
+            name: Capability(bool(bits & bit), "the driver has it" if bits & bit else "the driver has no such call")
+            for name, bit in CUDA_FEATURES.items()
+        }
 
     def capabilities(self) -> dict[HandleKind, Capability]:
-        """Find out by trial which kinds can be allocated, exported, imported and read back.
+        """Find out by trial which kinds can be allocated, exported, imported and looked at.
+
+        Attributes of a device prove nothing: only a create that succeeds does. CUDA memory is imported by a second process.
+        A fabric handle that works here can still fail for a peer on another machine.
 
         Returns
         -------
         dict of HandleKind to Capability
         """
-        reason = self._unusable()
-        if reason:
-            return {kind: Capability(False, reason) for kind in HandleKind}
         return {kind: self._trial(kind) for kind in HandleKind}
 
     def _trial(self, kind: HandleKind) -> Capability:
+        if self._ordinal >= 0 and kind is HandleKind.FABRIC and not self._may_allocate_fabric():
+            return Capability(False, 'not tried: the profile does not say [handles] fabric = "allocate"')
         try:
             with self.allocate(mmap.PAGESIZE, kind=kind) as region:
                 if kind is HandleKind.NONE:
                     return Capability(True, "allocated; this kind cannot be shared")
+                if self._ordinal >= 0:
+                    return self._trial_in_second_process(region)
                 with region.map(Access.READ_WRITE) as mapping, mapping.buffer as view:
                     view[:4] = b"\x01\x02\x03\x04"
                 with (
@@ -219,15 +167,39 @@ class Provider:
             return Capability(False, str(error))
         return Capability(True, "allocated, exported, imported and read back")
 
+    def _trial_in_second_process(self, region: Region) -> Capability:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with ours, theirs, region.export() as shared:
+            command = [sys.executable, "-m", "kvreuse.trial", self.name]
+            child = subprocess.Popen(
+                command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=True
+            )
+            try:
+                theirs.close()
+                shared.send(ours, TRIAL_TIMEOUT_S)
+                said, _ = child.communicate(timeout=TRIAL_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                return Capability(False, f"the second process did not import it within {TRIAL_TIMEOUT_S:g} s")
+            finally:
+                child.kill()
+                child.wait()
+        text = said.decode("utf-8", "replace").strip()
+        if child.returncode == 0:
+            return Capability(True, "allocated, exported, and imported and mapped by a second process")
+        return Capability(False, f"a second process could not import it: {text[-500:]}")
+
+    def _may_allocate_fabric(self) -> bool:
+        return self._profile is not None and self._profile.handles.fabric == "allocate"
+
     def allocate(
         self, nbytes: int, kind: HandleKind = HandleKind.POSIX_FD, fallback: Sequence[HandleKind] = ()
     ) -> Region:
-        """Allocate zeroed memory.
+        """Allocate memory: zeroed for the host; of a CUDA device with whatever bytes the driver gives.
 
         Parameters
         ----------
         nbytes : int
-            Bytes wanted, 1 or more; the memory is rounded up to pages.
+            Bytes wanted, 1 or more; the memory is rounded up to pages, or to the device's granularity for this kind.
         kind : HandleKind
             How it can be shared later; fixed from now on.
         fallback : sequence of HandleKind
@@ -244,22 +216,28 @@ class Provider:
             nbytes is not a positive integer.
         NotSupportedError
             The provider cannot allocate this kind.
-        TooManyFdsError, NoSpaceError, OutOfMemoryError, PermissionDeniedError, SystemCallError
-            The kernel refused.
+        ProfileError
+            FABRIC of a CUDA device, and the profile does not allow it.
+        TooManyFdsError, NoSpaceError, OutOfMemoryError, PermissionDeniedError, SystemCallError, DriverError
+            The kernel or the driver refused.
         """
-        unusable = self._unusable()
-        if unusable:
-            raise NotSupportedError(f"provider {self.name} cannot be used: {unusable}", status=-7, name="NOT_SUPPORTED")
         notes: dict[str, str] = {}
         kinds = [_as_kind(kind), *(_as_kind(k) for k in fallback)]
         for i, wanted in enumerate(kinds):
             try:
-                return Region(self.name, self._allocate_host(nbytes, wanted, notes), notes)
-            except NotSupportedError as error:
-                if i + 1 == len(kinds) or error.native_code:
+                return Region(self.name, self._allocate(nbytes, wanted, notes), notes)
+            except (NotSupportedError, PermissionDeniedError) as error:
+                # 800 and 801 of the driver mean this kind; an errno means this machine.
+                if i + 1 == len(kinds) or error.native_source == "errno" or not _is_about_kind(error):
                     raise
                 notes["kind"] = f"{wanted.name} was not granted: {error}"
         raise AssertionError("unreachable")
+
+    def _allocate(self, nbytes: int, kind: HandleKind, notes: dict[str, str]) -> int:
+        if self._ordinal < 0:
+            return self._allocate_host(nbytes, kind, notes)
+        flags = CUDA_ALLOW_FABRIC if self._may_allocate_fabric() else 0
+        return _backend.cuda_allocate(self._ordinal, nbytes, int(kind), flags).handle
 
     def _allocate_host(self, nbytes: int, kind: HandleKind, notes: dict[str, str], name: str = "kvreuse") -> int:
         try:
@@ -277,12 +255,14 @@ class Provider:
             return handle
 
     def import_region(self, shared: SharedHandle) -> Region:
-        """Take a region that another process shared, after checking it against what the kernel observes.
+        """Take a region that another process shared, after checking it against what the kernel or the driver observes.
+
+        The size of CUDA memory is checked when it is mapped: no driver call tells it before.
 
         Parameters
         ----------
         shared : SharedHandle
-            Stays the caller's and can be closed afterwards: the fd is duplicated.
+            Stays the caller's and can be closed afterwards: the region has its own reference.
 
         Returns
         -------
@@ -297,23 +277,28 @@ class Provider:
             The record came without its fd.
         KindMismatchError, StaleHandleError, SizeMismatchError, PermissionDeniedError
             The fd is no memory; of another region; of another size; not sealed against shrinking.
+        IncompatibleError
+            The record is of another provider, or the allocation of another device.
+        ProfileError
+            FABRIC, and the profile says off.
+        DriverError
+            The driver refused.
         """
-        unusable = self._unusable()
-        if unusable:
-            raise NotSupportedError(f"provider {self.name} cannot be used: {unusable}", status=-7, name="NOT_SUPPORTED")
-        if shared.kind is not HandleKind.POSIX_FD:
+        if self._ordinal < 0 and shared.kind is not HandleKind.POSIX_FD:
             raise NotSupportedError(
                 f"provider {self.name} cannot import kind {shared.kind.name}: it imports POSIX_FD",
                 status=-7,
                 name="NOT_SUPPORTED",
             )
-        if shared.provider.partition(":")[0] != "host":
+        if shared.provider.partition(":")[0] != self.name.partition(":")[0]:
             raise IncompatibleError(
                 f"the record is of provider {shared.provider}: this is {self.name}",
                 status=-15,
                 name="INCOMPATIBLE",
                 fields={"provider": (self.name, shared.provider)},
             )
+        if self._ordinal >= 0:
+            return Region(self.name, self._import_cuda(shared), {})
         unsealed = self._profile is not None and self._profile.handles.file_fallback
         info = _backend.region_import(
             shared.fileno(),
@@ -325,6 +310,24 @@ class Provider:
             IMPORT_ALLOW_UNSEALED if unsealed else 0,
         )
         return Region(self.name, info.handle, {})
+
+    def _import_cuda(self, shared: SharedHandle) -> int:
+        # The branch is on the descriptor's own kind (H3).
+        fd, token = -1, bytes(PAYLOAD_NBYTES[HandleKind.FABRIC])
+        if shared.kind is HandleKind.POSIX_FD:
+            fd = shared.fileno()
+        elif self._profile is not None and self._profile.handles.fabric == "off":
+            raise ProfileError(
+                'the profile says [handles] fabric = "off": a fabric handle is not imported', status=-21, name="PROFILE"
+            )
+        else:
+            token = shared.payload
+        sizes = (shared.nbytes, shared.physical_nbytes)
+        return _backend.cuda_import(self._ordinal, int(shared.kind), fd, token, *sizes, shared.region_id).handle
+
+
+def _is_about_kind(error: KVReuseError) -> bool:
+    return not error.native_code or (error.native_source == "cuda" and error.call == "cuMemCreate")
 
 
 def _as_kind(kind: Any) -> HandleKind:
@@ -405,6 +408,7 @@ class Region(_Owned):
         self._provider = provider
         self._notes = notes
         info = _backend.region_info(handle)
+        self._ordinal = info.provider
         self._nbytes, self._physical_nbytes = info.nbytes, info.physical_nbytes
         self._kind, self._region_id = HandleKind(info.kind), info.region_id
 
@@ -426,7 +430,7 @@ class Region(_Owned):
 
     @property
     def physical_nbytes(self) -> int:
-        """Bytes of memory: nbytes rounded up to pages."""
+        """Bytes of memory: nbytes rounded up to pages, or to the granularity of this very CUDA allocation."""
         return self._physical_nbytes
 
     @property
@@ -461,101 +465,42 @@ class Region(_Owned):
         Returns
         -------
         SharedHandle
-            Owns an fd of its own, which pins the memory until it is closed.
+            POSIX_FD: owns an fd of its own, which pins the memory until it is closed. FABRIC: pins nothing, so this region cannot
+            be closed before it: close it when all importers have imported.
 
         Raises
         ------
         NotSupportedError
             Allocated with kind NONE.
+        DriverError
+            The driver refused.
         """
         info = _backend.region_info(self.handle)
+        is_fabric = self._kind is HandleKind.FABRIC
         return SharedHandle(
-            kind=HandleKind.POSIX_FD,
+            kind=HandleKind.FABRIC if is_fabric else HandleKind.POSIX_FD,
             nbytes=info.nbytes,
             physical_nbytes=info.physical_nbytes,
             region_id=info.region_id,
             provider=self._provider,
             device=info.device,
             inode=info.inode,
-            fd=_backend.region_export(self.handle),
+            fd=None if is_fabric else _backend.region_export(self.handle),
+            payload=_backend.cuda_export_fabric(self.handle) if is_fabric else b"",
+            exporter=self if is_fabric else None,
         )
 
-    def observe(self) -> Observation:
-        """Ask the kernel what this memory is now.
+    def observe(self) -> Observation | CudaObservation:
+        """Ask the kernel, or the CUDA driver, what this memory is now.
 
         Returns
         -------
-        Observation
+        Observation or CudaObservation
+            By the provider.
         """
-        seen = _backend.region_observe(self.handle)
-        reasons = dict(self._notes)
-        if seen.seals < 0:
-            reasons["seals"] = "fcntl F_GET_SEALS failed: the file cannot have seals"
-        if seen.block_nbytes <= seen.page_nbytes:
-            reasons["huge_page_nbytes"] = "the memory is not backed by huge pages"
-        return Observation(
-            nbytes=self._nbytes,
-            physical_nbytes=self._physical_nbytes,
-            file_type="memory file" if stat.S_ISREG(seen.file_mode) else oct(seen.file_mode),
-            observed_nbytes=seen.file_nbytes,
-            allocated_nbytes=seen.allocated_nbytes,
-            device=seen.device,
-            inode=seen.inode,
-            seals=None if seen.seals < 0 else seen.seals,
-            access=Access(seen.access),
-            page_nbytes=seen.page_nbytes,
-            huge_page_nbytes=seen.block_nbytes if seen.block_nbytes > seen.page_nbytes else None,
-            numa_nodes=self._numa_nodes(reasons),
-            mapping_count=_count("mapping_count", reasons, _mappings_here, seen.device, seen.inode),
-            fd_count=_count("fd_count", reasons, _fds_here, seen.device, seen.inode),
-            sources=_SOURCES,
-            reasons=MappingProxyType(reasons),
-        )
-
-    def _numa_nodes(self, reasons: dict[str, str]) -> MappingProxyType[int, int] | None:
-        pages = array("q", bytes(8 * PLACEMENT_SAMPLE_PAGES))
-        try:
-            count = _backend.region_placement(self.handle, pages)
-        except KVReuseError as error:
-            reasons["numa_nodes"] = str(error)
-            return None
-        if not count:
-            reasons["numa_nodes"] = "the region is not mapped in this process"
-            return None
-        nodes: dict[int, int] = {}
-        for node in pages[:count]:
-            nodes[max(node, -1)] = nodes.get(max(node, -1), 0) + 1
-        return MappingProxyType(nodes)
-
-
-def _count(
-    field: str, reasons: dict[str, str], count: Callable[[int, int], int], device: int, inode: int
-) -> int | None:
-    try:
-        return count(device, inode)
-    except OSError as error:
-        reasons[field] = f"{error.filename}: {error.strerror}"
-        return None
-
-
-def _mappings_here(device: int, inode: int) -> int:
-    # /proc shows st_dev as hexadecimal major:minor.
-    wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
-    found = 0
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            _, _, _, dev, ino, *_ = line.split(None, 5)
-            found += dev == wanted and int(ino) == inode
-    return found
-
-
-def _fds_here(device: int, inode: int) -> int:
-    found = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the fd of the listing itself
-            status = os.fstat(int(name))
-            found += (status.st_dev, status.st_ino) == (device, inode)
-    return found
+        if self._ordinal < 0:
+            return observe_host(self.handle, self._nbytes, self._physical_nbytes, self._notes)
+        return observe_cuda(self.handle, self._ordinal, self._nbytes, self._physical_nbytes, self._notes)
 
 
 class Mapping(_Owned):
@@ -600,8 +545,54 @@ class Mapping(_Owned):
         """A new 1-D view of format "B"; numpy.frombuffer of it copies nothing.
 
         Everything made of it keeps the mapping alive: close() raises BusyError until all are gone.
+
+        Raises
+        ------
+        NotSupportedError
+            Device memory, which the CPU cannot read: use DLPack or ``__cuda_array_interface__``.
         """
         return memoryview(_backend.mapping_buffer(self.handle))
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """CUDA memory as 1-D uint8, version 3 of the protocol. The consumer must keep this mapping open itself."""
+        if self._region._ordinal < 0:
+            raise AttributeError("__cuda_array_interface__: this is host memory; use `buffer`")
+        return {
+            "shape": (self._nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, self._access is not Access.READ_WRITE),
+            "strides": None,
+            "stream": None,  # nothing of this library's is in flight on it
+            "version": 3,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's (device type, id): CPU 1, CUDA 2."""
+        return (1, 0) if self._region._ordinal < 0 else (2, self._region._ordinal)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """Give the mapping as a 1-D uint8 DLPack capsule. Until the consumer is done with it, close() raises BusyError.
+
+        Raises
+        ------
+        BufferError
+            A copy, another device, or a read-only mapping for a consumer that cannot be told so (before DLPack 1.0).
+        """
+        is_versioned = max_version is not None and max_version[0] >= 1
+        if copy or (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()):
+            raise BufferError("a mapping is given as it is: no copy, no other device")
+        if self._access is not Access.READ_WRITE and not is_versioned:
+            raise BufferError("a read-only mapping needs a consumer of DLPack 1.0 or newer (max_version)")
+        device_type, device_id = self.__dlpack_device__()
+        return _backend.mapping_dlpack(self.handle, device_type, device_id, is_versioned)
 
     def unmap(self) -> None:
         """Close it, but refuse a second time.
@@ -646,8 +637,10 @@ class SharedHandle:
         inode: int = 0,
         fd: int | None = None,
         payload: bytes = b"",
+        exporter: Region | None = None,
     ) -> None:
         self._fd = -1 if fd is None else fd
+        self._exporter = exporter  # its region, which a fabric handle does not pin
         self._pid = os.getpid()
         self.kind = kind
         self.nbytes = nbytes
@@ -691,11 +684,20 @@ class SharedHandle:
         return self._fd
 
     def close(self) -> None:
-        """Close the fd; the record can still be read. Closing again does nothing."""
+        """Close the fd; the record can still be read. Closing again does nothing.
+
+        Of a fabric handle that Region.export made, this says that all importers have imported: only then can the region be
+        closed, since releasing it before would make a later import use freed memory.
+        """
         with self._lock:
             fd, self._fd = self._fd, -1
-        if fd >= 0 and self._pid == os.getpid():
+            exporter, self._exporter = self._exporter, None
+        if self._pid != os.getpid():
+            return
+        if fd >= 0:
             os.close(fd)
+        if exporter is not None:
+            _backend.cuda_fabric_done(exporter.handle)
 
     def __enter__(self) -> SharedHandle:
         return self
@@ -704,7 +706,8 @@ class SharedHandle:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0 and self._pid == os.getpid():
+        is_open = getattr(self, "_fd", -1) >= 0 or getattr(self, "_exporter", None) is not None
+        if is_open and self._pid == os.getpid():
             self.close()
             warnings.warn("SharedHandle was dropped without close()", ResourceWarning, stacklevel=2, source=self)
 
@@ -954,6 +957,7 @@ def allocate_named(provider: Provider, nbytes: int, name: str) -> Region:
 __all__ = [
     "Access",
     "Capability",
+    "CudaObservation",
     "HandleKind",
     "Mapping",
     "Observation",

@@ -153,7 +153,6 @@ class Profile(_Section, frozen=True, kw_only=True):
     def _refuse_missing_features(self, name: str) -> None:
         # P2: silence would claim that they work.
         for key, value, allowed in (
-            ("[handles] fabric", self.handles.fabric, ("off", "observe")),
             ("[retention] stall_s", self.retention.stall_s, (0.0,)),
             ("[retention] on_stall", self.retention.on_stall, ("report",)),
             ("[table] huge_pages", self.table.huge_pages, ("off",)),

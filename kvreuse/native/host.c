@@ -530,6 +530,31 @@ int32_t kvr_mapping_view(int64_t handle, int32_t delta, kvr_mapping_info *out)
     return status;
 }
 
+int32_t kvr_mapping_take(int64_t handle, const char *call, kvr_mapping_info *out)
+{
+    kvr_mapping *mapping;
+    int32_t status;
+    kvr_handles_lock();
+    status = find_mapping(handle, call, &mapping);
+    if (!status)
+        status = kvr_forked(call);
+    if (!status) {
+        mapping->hold_count++;
+        describe_mapping(mapping, out);
+    }
+    kvr_handles_unlock();
+    return status;
+}
+
+void kvr_mapping_hold(int64_t handle, int32_t delta)
+{
+    kvr_mapping *mapping;
+    kvr_handles_lock();
+    if (!find_mapping(handle, "mapping_hold", &mapping))
+        mapping->hold_count += delta;
+    kvr_handles_unlock();
+}
+
 int32_t kvr_mapping_unmap(int64_t handle)
 {
     static const char call[] = "mapping_unmap";

@@ -92,6 +92,13 @@ void kvr_describe_region(const kvr_region *region, kvr_region_info *out);
 int32_t kvr_is_host(const kvr_region *region, const char *call); /* KVR_OK, or the error for a call that needs host memory */
 /* For the extension's buffers: +1 or -1 view. */
 int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out);
+/* A use that only its maker drops: take it with the mapping's description; drop it by kvr_mapping_hold(mapping, -1). */
+int32_t kvr_mapping_take(int64_t mapping, const char *call, kvr_mapping_info *out);
+void kvr_mapping_hold(int64_t mapping, int32_t delta);
+
+/* ---- DLPack (dlpack.c) ---- */
+int32_t kvr_mapping_dlpack(int64_t mapping, int32_t device_type, int32_t device_id, int32_t is_versioned, void **out);
+void kvr_dlpack_delete(void *tensor, int32_t is_versioned);
 
 /* ---- CUDA memory (cuda.c); without the handle mutex, on what the caller pinned ---- */
 int32_t kvr_cuda_export_fd(kvr_region *region, int32_t *out_fd);
