@@ -75,9 +75,9 @@ class build_ext(_build_ext):
         cython = Extension(NAME, [PYX], include_dirs=ext.include_dirs, depends=DEPENDS)
         # Without the GIL: every wrapper works on locals, and the C code takes its own locks.
         directives = {"language_level": 3, "freethreading_compatible": True}
-        ext.sources = cythonize(
-            [cython], build_dir=self.build_temp, force=self.force, compiler_directives=directives
-        )[0].sources
+        ext.sources = cythonize([cython], build_dir=self.build_temp, force=self.force, compiler_directives=directives)[
+            0
+        ].sources
         ext.extra_objects = objects
         super().build_extension(ext)
 

@@ -1,14 +1,18 @@
-"""What this library uses of the CUDA driver's ABI, for Python; native/cuda_driver.h is its twin, a test compares both with cuda.h.
+"""What this library uses of the CUDA driver's ABI, for Python. native/cuda_driver.h is its twin; cuda.h judges both.
 
-Nothing links to libcuda: it is opened on demand. Every function has its argument and result types: without them ctypes cuts 64-bit
-handles to 32 bits.
+Nothing links to libcuda: it is opened on demand. Every function has its argument and result types: without them ctypes
+cuts 64-bit handles to 32 bits.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, c_int32, c_size_t, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_uint8, c_uint16, c_uint32
+from ctypes import c_int32 as c_int32
+from ctypes import c_size_t as c_size_t
+from ctypes import c_uint64 as c_uint64
+from ctypes import c_void_p as c_void_p
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
@@ -54,7 +58,8 @@ class Uuid(ctypes.Structure):
     _fields_ = [("data", c_uint8 * 16)]
 
 
-# Name for cuGetProcAddress_v2: exact symbol, version, argument types. A bare name is often an older function with 32-bit sizes.
+# Name for cuGetProcAddress_v2: exact symbol, version, argument types. A bare name is often an older function, with
+# 32-bit sizes.
 REQUIRED: dict[str, tuple[str, int, tuple[Any, ...]]] = {
     "cuInit": ("cuInit", 2000, (c_uint32,)),
     "cuDriverGetVersion": ("cuDriverGetVersion", 2020, (POINTER(c_int32),)),
@@ -122,9 +127,7 @@ class Driver:
         )
         for name, (symbol, version, argtypes) in REQUIRED.items():
             address = self._entry(name, version)
-            function = (
-                ctypes.CFUNCTYPE(c_int32, *argtypes)(address) if address else self._symbol(symbol, argtypes)
-            )
+            function = ctypes.CFUNCTYPE(c_int32, *argtypes)(address) if address else self._symbol(symbol, argtypes)
             if function is None:
                 raise MissingEntryError(symbol)
             setattr(self, name, function)
@@ -162,7 +165,7 @@ def payload() -> Any:
 
 
 def address_of(thing: Any) -> int:
-    return ctypes.addressof(thing)
+    return int(ctypes.addressof(thing))
 
 
 def missing_reason() -> str:

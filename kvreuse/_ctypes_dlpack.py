@@ -60,12 +60,14 @@ def _delete(address: int) -> None:
 
 _deleter = _Deleter(_delete)
 _Destructor = ctypes.CFUNCTYPE(None, c_void_p)
-_new = ctypes.pythonapi.PyCapsule_New
+# Not ctypes.pythonapi, whose function objects are everybody's: another's argtypes would be ours.
+_python = ctypes.PyDLL(None)
+_new = _python["PyCapsule_New"]
 _new.argtypes, _new.restype = [c_void_p, ctypes.c_char_p, _Destructor], ctypes.py_object
 # By address: the capsule is being destroyed when these are called.
-_is_valid = ctypes.pythonapi.PyCapsule_IsValid
+_is_valid = _python["PyCapsule_IsValid"]
 _is_valid.argtypes, _is_valid.restype = [c_void_p, ctypes.c_char_p], ctypes.c_int
-_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer = _python["PyCapsule_GetPointer"]
 _pointer.argtypes, _pointer.restype = [c_void_p, ctypes.c_char_p], c_void_p
 _NAMES = (b"dltensor", b"dltensor_versioned")  # kept: a capsule does not copy its name
 
@@ -81,7 +83,13 @@ _destructor = _Destructor(_destroy)
 
 
 def capsule(
-    address: int, nbytes: int, device_type: int, device_id: int, is_versioned: bool, flags: int, done: Callable[[], None]
+    address: int,
+    nbytes: int,
+    device_type: int,
+    device_id: int,
+    is_versioned: bool,
+    flags: int,
+    done: Callable[[], None],
 ) -> Any:
     """Make a capsule; `done` is called once, when its consumer, or nobody, needs the memory any more."""
     made: Any = Versioned() if is_versioned else Managed()

@@ -131,13 +131,14 @@ class Py_buffer(ctypes.Structure):
     ]
 
 
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+# Not ctypes.pythonapi, whose function objects are everybody's: another's argtypes would be ours.
+_get_buffer = _libc_with_gil["PyObject_GetBuffer"]
 _get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(Py_buffer), ctypes.c_int]
 _get_buffer.restype = ctypes.c_int
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer = _libc_with_gil["PyBuffer_Release"]
 _release_buffer.argtypes = [ctypes.POINTER(Py_buffer)]
 _release_buffer.restype = None
-_incref = ctypes.pythonapi.Py_IncRef
+_incref = _libc_with_gil["Py_IncRef"]
 _incref.argtypes = [ctypes.py_object]
 _incref.restype = None
 

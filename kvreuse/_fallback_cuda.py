@@ -7,13 +7,13 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator
-from ctypes import c_int32, c_size_t, c_uint64, c_void_p
 from typing import Any
 
 from . import _api, _status
 from . import _ctypes_cuda as cu
 from . import _ctypes_structs as c
 from . import _fallback_host as host
+from ._ctypes_cuda import c_int32, c_size_t, c_uint64, c_void_p
 
 _driver_lock = threading.Lock()
 _driver: Any = None
@@ -34,10 +34,12 @@ class Device:
         self.context = context.value
 
     def ask(self) -> _api.CudaInfo:
-        values = [self._attribute(each) for each in (cu.ATTRIBUTE_VMM, cu.ATTRIBUTE_POSIX_FD, cu.ATTRIBUTE_FABRIC)]
+        vmm = self._attribute(cu.ATTRIBUTE_VMM)
+        posix_fd = self._attribute(cu.ATTRIBUTE_POSIX_FD)
+        fabric = self._attribute(cu.ATTRIBUTE_FABRIC)
         uuid = cu.Uuid()
         call("cuDeviceGetUuid", cu.byref(uuid), self.number)
-        return _api.CudaInfo(self.ordinal, _version, *values, _driver.features, bytes(uuid.data))
+        return _api.CudaInfo(self.ordinal, _version, vmm, posix_fd, fabric, _driver.features, bytes(uuid.data))
 
     def _attribute(self, number: int) -> int:
         value = c_int32()
@@ -80,9 +82,7 @@ def _take_device(ordinal: int, what: str) -> Device:
         with _driver_lock:
             _start(what)
             if not 0 <= ordinal < _device_count:
-                raise _status.make(
-                    c.KVR_ERROR_RANGE, c.KVR_DETAIL_ORDINAL_RANGE, (ordinal, _device_count), what
-                )
+                raise _status.make(c.KVR_ERROR_RANGE, c.KVR_DETAIL_ORDINAL_RANGE, (ordinal, _device_count), what)
             found = _devices.get(ordinal)
             if found is None:
                 found = _devices[ordinal] = Device(ordinal)
@@ -103,8 +103,6 @@ def _current(target: Device) -> Iterator[None]:
         # Fails only if the caller destroyed its own context meanwhile; what was done stands.
         if is_other:
             _driver.cuCtxSetCurrent(previous)
-
-
 
 
 def cuda_info(ordinal: Any) -> _api.CudaInfo:
@@ -242,7 +240,7 @@ def _export(region: Any, kind: int) -> bytes:
     out = cu.payload()
     with _current(_devices[region.provider]):
         call("cuMemExportToShareableHandle", cu.address_of(out), region.native, kind, 0)
-    return out.raw
+    return bytes(out.raw)
 
 
 def export_fd(region: Any) -> int:

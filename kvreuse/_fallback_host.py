@@ -458,7 +458,7 @@ def region_export(region: Any) -> int:
                 raise _status.from_errno("fcntl", error.errno or 0) from None
         thing.calls += 1
     try:
-        return _cuda().export_fd(thing)
+        return int(_cuda().export_fd(thing))
     finally:
         with lock:
             thing.calls -= 1

@@ -129,11 +129,11 @@ DETAILS: dict[int, str] = {
     61: "fd {0} names lock memory that this process holds open under another fd",
     62: "{call} failed: {cuda}",
     63: "{missing}",
-    64: "the CUDA driver has no entry point {call}: it is too old for virtual memory management (10.2 or newer is needed)",
+    64: "the CUDA driver has no entry point {call}: virtual memory management needs 10.2 or newer",
     65: "device {0} does not exist: the driver has {1} device(s), counted from 0",
     66: "device {0} has no virtual memory management (attribute 102 is 0)",
-    67: "fabric memory is not allocated unless the profile says so: set [handles] fabric = \"allocate\"",
-    68: "region {0} still has {1} fabric handle(s) given out: it may be released only when all importers have imported; "
+    67: 'fabric memory is not allocated unless the profile says so: set [handles] fabric = "allocate"',
+    68: "region {0} still has {1} fabric handle(s) given out: it can be closed only when all importers have imported: "
     "close the shared handles then",
     69: "handle {0} is inside a call of another thread: try again after it",
     70: "region {0} is of provider {provider1}: this call is for the other kind of provider",

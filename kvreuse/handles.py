@@ -135,7 +135,8 @@ class Provider:
     def capabilities(self) -> dict[HandleKind, Capability]:
         """Find out by trial which kinds can be allocated, exported, imported and looked at.
 
-        Attributes of a device prove nothing: only a create that succeeds does. CUDA memory is imported by a second process.
+        Attributes of a device prove nothing: only a create that succeeds does. CUDA memory is imported by a second
+        process.
         A fabric handle that works here can still fail for a peer on another machine.
 
         Returns
@@ -172,7 +173,7 @@ class Provider:
         with ours, theirs, region.export() as shared:
             command = [sys.executable, "-m", "kvreuse.trial", self.name]
             child = subprocess.Popen(
-                command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=True
+                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=True
             )
             try:
                 theirs.close()
@@ -465,8 +466,8 @@ class Region(_Owned):
         Returns
         -------
         SharedHandle
-            POSIX_FD: owns an fd of its own, which pins the memory until it is closed. FABRIC: pins nothing, so this region cannot
-            be closed before it: close it when all importers have imported.
+            POSIX_FD: owns an fd of its own, which pins the memory until it is closed. FABRIC: pins nothing, so this
+            region cannot be closed before it: close it when all importers have imported.
 
         Raises
         ------
@@ -686,8 +687,8 @@ class SharedHandle:
     def close(self) -> None:
         """Close the fd; the record can still be read. Closing again does nothing.
 
-        Of a fabric handle that Region.export made, this says that all importers have imported: only then can the region be
-        closed, since releasing it before would make a later import use freed memory.
+        Of a fabric handle that Region.export made, this says that all importers have imported: only then can the region
+        be closed, since releasing it before would make a later import use freed memory.
         """
         with self._lock:
             fd, self._fd = self._fd, -1

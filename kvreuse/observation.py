@@ -10,6 +10,7 @@ import stat
 from array import array
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import Any
 
 from . import _status
 from ._select import backend as _backend
@@ -76,7 +77,8 @@ class Observation:
 class CudaObservation:
     """What the CUDA driver says of a region now, beside what was declared.
 
-    No driver call tells the size of an allocation that is not mapped: `observed_nbytes` is that of one mapping in this process.
+    No driver call tells the size of an allocation that is not mapped: `observed_nbytes` is that of one mapping in this
+    process.
 
     Attributes
     ----------
@@ -212,7 +214,7 @@ def observe_cuda(
     """Ask the driver what a region is; `notes` are reasons that are known already."""
     seen = _backend.cuda_observe(handle)
     reasons = dict(notes)
-    fields: dict[str, int | None] = {}
+    fields: dict[str, Any] = {}
     for field, (name, result_name, call) in _CUDA_FIELDS.items():
         result = getattr(seen, result_name)
         fields[field] = getattr(seen, name) if result == 0 else None
@@ -226,7 +228,7 @@ def observe_cuda(
         elif result:
             reasons[field] = str(_status.from_curesult(call.split()[0], result))
     access = fields.pop("access")
-    device: dict[str, int | bytes | None] = dict.fromkeys(_DEVICE_SOURCES)
+    device: dict[str, Any] = dict.fromkeys(_DEVICE_SOURCES)
     try:
         info = _backend.cuda_info(ordinal)
     except KVReuseError as error:
@@ -241,7 +243,7 @@ def observe_cuda(
         sources=_CUDA_SOURCES,
         reasons=MappingProxyType(reasons),
         **fields,
-        **device,  # type: ignore[arg-type]
+        **device,
     )
 
 

@@ -1,6 +1,6 @@
 """The second process of Provider.capabilities(): imports what it is sent over its standard input, and maps it.
 
-    python -m kvreuse.trial cuda:0
+python -m kvreuse.trial cuda:0
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvreuse
-from kvreuse import Access, HandleKind, SharedHandle, errors, handles
+from kvreuse import Access, HandleKind, SharedHandle, errors, handles, observation
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -22,6 +22,7 @@ PAGE = os.sysconf("SC_PAGESIZE")
 def module(backend, monkeypatch):
     """The backend that this test's objects work on: everything is given back, whatever the test did."""
     monkeypatch.setattr(handles, "_backend", backend)
+    monkeypatch.setattr(observation, "_backend", backend)
     before = backend.handle_counts(), len(os.listdir("/proc/self/fd"))
     yield backend
     # What is dropped has to be closed by the backend that made it.
@@ -96,17 +97,26 @@ def _reopened(provider, region):
     return handles.Region(provider.name, info.handle, {})
 
 
-def test_cuda_is_refused_with_its_reason_at_each_call(module, region, monkeypatch):
-    """E10, C2: no try to open, nothing left behind; with a driver the answer is no other."""
-    cuda = kvreuse.open_provider("cuda:0")
-    for reason in ("libcuda.so.1 cannot be loaded: absent", ""):
-        monkeypatch.setattr(handles._ctypes_cuda, "missing_reason", lambda reason=reason: reason)
-        expected = reason or "the cuda provider is not in this version"
-        with region.export() as shared:
-            for call in (lambda: cuda.allocate(1), lambda shared=shared: cuda.import_region(shared)):
-                with pytest.raises(errors.NotSupportedError, match=expected):
-                    call()
-        assert {capability.reason for capability in cuda.capabilities().values()} == {expected}
+def test_cuda_is_refused_with_its_reason_at_each_call(backend_name, run_python, tmp_path):
+    """E10, C2: nothing is left behind where libcuda.so.1 cannot be loaded."""
+    (tmp_path / "libcuda.so.1").write_text("no library")
+    code = (
+        "import os, kvreuse\n"
+        "cuda = kvreuse.open_provider('cuda:0')\n"
+        "with kvreuse.open_provider('host').allocate(1) as region, region.export() as shared:\n"
+        "    shared.provider = 'cuda:1'\n"
+        "    fds = len(os.listdir('/proc/self/fd'))\n"
+        "    for call in (lambda: cuda.allocate(1), lambda: cuda.import_region(shared), cuda.features):\n"
+        "        try: call()\n"
+        "        except kvreuse.NotSupportedError as error: print(error)\n"
+        "    print(*{capability.reason for capability in cuda.capabilities().values()}, sep='\\n')\n"
+        "    assert len(os.listdir('/proc/self/fd')) == fds\n"
+    )
+    done = run_python(code, env={"LD_LIBRARY_PATH": str(tmp_path)}, backend=backend_name)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5, done.stderr
+    assert all(line.startswith("libcuda.so.1 cannot be loaded: ") for line in lines[:4]), lines
+    assert lines[4].startswith(("not tried", "libcuda.so.1"))
 
 
 # ---- allocation ----

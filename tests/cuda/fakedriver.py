@@ -55,10 +55,23 @@ class Counters(ctypes.Structure):
 
     _fields_ = [
         (name, c_int64)
-        for name in (
-            "handles allocations mappings reservations fds contexts streams events pending calls v1_calls violations "
-            "exports imports stale_fabric_imports"
-        ).split()
+        for name in [
+            "handles",
+            "allocations",
+            "mappings",
+            "reservations",
+            "fds",
+            "contexts",
+            "streams",
+            "events",
+            "pending",
+            "calls",
+            "v1_calls",
+            "violations",
+            "exports",
+            "imports",
+            "stale_fabric_imports",
+        ]
     ]
 
 
@@ -83,6 +96,8 @@ class Fake:
             ("fake_last_violation", None, [c_char_p, c_int64]),
             ("fake_hide", None, [c_char_p, c_int32]),
             ("fake_drain", None, []),
+            ("fake_reset_calls", None, []),
+            ("cuCtxSetCurrent", c_int32, [ctypes.c_void_p]),
         ):
             function = self.library[name]
             function.restype, function.argtypes = result, arguments
@@ -98,6 +113,10 @@ class Fake:
 
     def reset(self) -> None:
         self._fake_reset()
+
+    def reset_calls(self) -> None:
+        """Forget the calls so far, but not the settings."""
+        self._fake_reset_calls()
 
     def counters(self) -> dict[str, int]:
         out = Counters()

@@ -70,6 +70,7 @@ typedef struct fake_counters {
 
 int32_t fake_set(const char *key, int64_t value);
 void fake_reset(void); /* settings, injections and counts; what is live stays */
+void fake_reset_calls(void); /* the counts of calls and violations only */
 void fake_counters_get(fake_counters *out);
 void fake_fail_at(int64_t n, int32_t code); /* the n-th call from now */
 void fake_fail_call(const char *name, int64_t nth, int32_t code);

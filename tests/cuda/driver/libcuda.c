@@ -171,6 +171,17 @@ void fake_counters_get(fake_counters *out)
     pthread_mutex_unlock(&fake.mutex);
 }
 
+void fake_reset_calls(void)
+{
+    int i;
+    pthread_mutex_lock(&fake.mutex);
+    fake.counters.calls = fake.counters.violations = fake.counters.v1_calls = 0;
+    fake.violation[0] = 0;
+    for (i = 0; i < fake.call_count; i++)
+        fake.calls[i].count = 0;
+    pthread_mutex_unlock(&fake.mutex);
+}
+
 void fake_reset(void)
 {
     int i;
