@@ -559,14 +559,7 @@ class Mapping(_Owned):
         """CUDA memory as 1-D uint8, version 3 of the protocol. The consumer must keep this mapping open itself."""
         if self._region._ordinal < 0:
             raise AttributeError("__cuda_array_interface__: this is host memory; use `buffer`")
-        return {
-            "shape": (self._nbytes,),
-            "typestr": "|u1",
-            "data": (self.address, self._access is not Access.READ_WRITE),
-            "strides": None,
-            "stream": None,  # nothing of this library's is in flight on it
-            "version": 3,
-        }
+        return _cuda_array(self.address, self._nbytes, self._access is not Access.READ_WRITE)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """DLPack's (device type, id): CPU 1, CUDA 2."""
@@ -607,6 +600,48 @@ class Mapping(_Owned):
         """
         _ = self.handle
         self.close()
+
+
+class DeviceView:
+    """Some bytes of device memory: what a part's `view(i)` gives on a CUDA provider. What gave it owns and ends it.
+
+    torch.as_tensor and cupy.asarray take it by ``__cuda_array_interface__``; what they make of it is not taken back.
+    """
+
+    def __init__(self, address: int, nbytes: int, ordinal: int, is_writable: bool) -> None:
+        self._address = address
+        self.nbytes = nbytes
+        self.ordinal = ordinal
+        self.readonly = not is_writable
+
+    def __repr__(self) -> str:
+        return f"<kvreuse.DeviceView cuda:{self.ordinal} {self.nbytes} bytes>"
+
+    @property
+    def address(self) -> int:
+        """Device address of the first byte. Raises HandleClosedError after the end of the reservation or claim."""
+        if not self._address:
+            raise HandleClosedError("this DeviceView has ended", status=-3, name="HANDLE_CLOSED")
+        return self._address
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return _cuda_array(self.address, self.nbytes, self.readonly)
+
+    def release(self) -> None:
+        """End it."""
+        self._address = 0
+
+
+def _cuda_array(address: int, nbytes: int, is_read_only: bool) -> dict[str, Any]:
+    return {
+        "shape": (nbytes,),
+        "typestr": "|u1",
+        "data": (address, is_read_only),
+        "strides": None,
+        "stream": None,  # nothing of this library's is in flight on it
+        "version": 3,
+    }
 
 
 # magic, version, record bytes, kind, payload bytes, nbytes, physical_nbytes, region id, provider, st_dev, st_ino,
@@ -959,6 +994,7 @@ __all__ = [
     "Access",
     "Capability",
     "CudaObservation",
+    "DeviceView",
     "HandleKind",
     "Mapping",
     "Observation",

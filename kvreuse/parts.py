@@ -27,7 +27,7 @@ from .errors import (
     RangeError,
     StaleBlockError,
 )
-from .handles import IMPORT_ALLOW_UNSEALED, MAP_DONTFORK, Access
+from .handles import IMPORT_ALLOW_UNSEALED, MAP_DONTFORK, PAYLOAD_NBYTES, Access, DeviceView, HandleKind
 
 if TYPE_CHECKING:
     from .keeper.client import Attachment
@@ -183,7 +183,7 @@ class Part:
         self._table = 0
         self._regions: list[int] = []
         self._mappings: list[int] = []
-        self._exporters: list[Any] = []
+        self._exporters: list[Any] = []  # by region: what gives buffers of it, or the device address of its first byte
         self._unended: weakref.WeakSet[_Slots] = weakref.WeakSet()
         self.part_id = attachment.part_id
         self.blocks = attachment.blocks
@@ -193,6 +193,8 @@ class Part:
         self.reuse = Reuse(attachment.reuse_enabled, attachment.reuse_reason)
         self.outcome = Outcome(OutcomeKind.EMPTY, 0, "not attached")
         self._checksum = attachment.checksum
+        kind, _, ordinal = attachment.provider.partition(":")
+        self._ordinal = int(ordinal) if kind == "cuda" else -1
         self._slots_per_region = 0
 
     @classmethod
@@ -220,10 +222,15 @@ class Part:
         lock_fd = attachment.lock_fd
         regions: list[int] = []
         try:
-            for fd, record in zip(fds, attachment.records, strict=True):
+            for index, (fd, record) in enumerate(zip(fds, attachment.records, strict=True)):
                 nbytes, physical_nbytes, region_id, device, inode, unsealed = record
-                flags = IMPORT_ALLOW_UNSEALED if unsealed else 0
-                info = _backend.region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags)
+                if index >= 2 and self._ordinal >= 0:
+                    sizes = (nbytes, physical_nbytes)
+                    kind, none = int(HandleKind.POSIX_FD), bytes(PAYLOAD_NBYTES[HandleKind.FABRIC])
+                    info = _backend.cuda_import(self._ordinal, kind, fd, none, *sizes, region_id)
+                else:
+                    flags = IMPORT_ALLOW_UNSEALED if unsealed else 0
+                    info = _backend.region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags)
                 regions.append(info.handle)
             self._table = _backend.table_open(
                 regions[0],
@@ -238,10 +245,13 @@ class Part:
             self._slots_per_region = _backend.table_info(self._table).slots_per_region
             for index, region in enumerate(regions[2:]):
                 # R6: a forked child must not hold writable memory that a later writer owns.
-                mapping = _backend.region_map(region, int(Access.READ_WRITE), MAP_DONTFORK).handle
-                self._mappings.append(mapping)
-                _backend.table_bind(self._table, index, mapping)
-                self._exporters.append(_backend.mapping_buffer(mapping))
+                mapped = _backend.region_map(region, int(Access.READ_WRITE), MAP_DONTFORK)
+                self._mappings.append(mapped.handle)
+                if self._ordinal >= 0:  # the CPU cannot read it: no checksums
+                    self._exporters.append(mapped.address)
+                    continue
+                _backend.table_bind(self._table, index, mapped.handle)
+                self._exporters.append(_backend.mapping_buffer(mapped.handle))
         finally:
             for fd in (*fds, lock_fd):
                 if fd >= 0:
@@ -258,7 +268,7 @@ class Part:
         try:
             found = _backend.table_restore(self._table)
             bad_data = 0
-            if self._checksum in ("attach", "always"):
+            if self._checksum in ("attach", "always") and self._ordinal < 0:
                 bad_data = len(self._verify_all().bad)
         except KVReuseError as error:
             # R2: never half. What could not be checked to the end is not offered at all.
@@ -329,7 +339,7 @@ class Part:
         if self.reuse.enabled and packed.count:
             count = _backend.table_claim(table, packed.data, packed.stride, packed.nbytes, slots, generations)
         claim = Claim(self, slots[:count], generations[:count])
-        if self._checksum == "always" and count:
+        if self._checksum == "always" and self._ordinal < 0 and count:
             self._cut_at_damage(claim)
         return claim
 
@@ -444,9 +454,11 @@ class Part:
         Returns
         -------
         VerifyResult
-            Blocks committed without a checksum (policy "off") are not counted as checked.
+            Blocks committed without a checksum (policy "off", or device memory) are not counted as checked.
         """
         table = self._handle
+        if self._ordinal >= 0:
+            return VerifyResult(0, ())
         if keys is None:
             return self._verify_all()
         packed = pack_keys(keys)
@@ -584,9 +596,11 @@ class Part:
         with contextlib.suppress(KVReuseError):
             self.close()
 
-    def _view(self, slot: int) -> memoryview:
+    def _view(self, slot: int, writable: bool) -> memoryview | DeviceView:
         region, index = divmod(slot, self._slots_per_region)
         offset = index * self.block_bytes
+        if self._ordinal >= 0:
+            return DeviceView(self._exporters[region] + offset, self.block_bytes, self._ordinal, writable)
         # A buffer of its own, so that the mapping counts it.
         return memoryview(self._exporters[region])[offset : offset + self.block_bytes]
 
@@ -602,7 +616,7 @@ class _Slots:
     def __init__(self, part: Part, slots: Int64Array, generations: Int64Array) -> None:
         self._part = part
         self._pid = os.getpid()
-        self._views: list[memoryview] = []
+        self._views: list[memoryview | DeviceView] = []
         self._done = False
         self.slots = slots
         self.generations = generations
@@ -612,7 +626,7 @@ class _Slots:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def _checked_view(self, i: int) -> memoryview:
+    def _checked_view(self, i: int, writable: bool) -> memoryview | DeviceView:
         i = _status.as_integer(i, "i")
         if self._done or self._part._closed:
             raise HandleClosedError(f"this {type(self).__name__} has ended", status=-3, name="HANDLE_CLOSED")
@@ -621,7 +635,7 @@ class _Slots:
         slot = int(self.slots[i])
         if slot < 0:
             raise _range_error(f"entry {i} needs no slot: its block is present, or an earlier entry writes it")
-        return self._part._view(slot)
+        return self._part._view(slot, writable)
 
     def _drop_views(self) -> None:
         # What was made of a view, a numpy array say, cannot be taken back; the mapping counts it until it is gone.
@@ -678,12 +692,12 @@ class Reservation(_Slots):
     def __enter__(self) -> Reservation:
         return self
 
-    def view(self, i: int) -> memoryview:
-        """Give the writable bytes of entry i's slot; valid until commit or abort.
+    def view(self, i: int) -> memoryview | DeviceView:
+        """Give the writable bytes of entry i's slot; valid until commit or abort. Of device memory: a DeviceView.
 
         An array made of it (numpy.frombuffer) is not taken back by commit: do not write through it afterwards.
         """
-        view = self._checked_view(i)
+        view = self._checked_view(i, True)
         self._views.append(view)
         return view
 
@@ -700,7 +714,8 @@ class Reservation(_Slots):
         if self._done or self._part._closed:
             raise HandleClosedError("this Reservation has ended", status=-3, name="HANDLE_CLOSED")
         self._drop_views()
-        flags = 0 if self._part._checksum == "off" else COMMIT_CHECKSUM
+        is_unchecked = self._part._checksum == "off" or self._part._ordinal >= 0
+        flags = 0 if is_unchecked else COMMIT_CHECKSUM
         _backend.table_commit(self._part._handle, self.slots, self.generations, flags)
         self._finish()
 
@@ -733,14 +748,16 @@ class Claim(_Slots):
     def __enter__(self) -> Claim:
         return self
 
-    def view(self, i: int) -> memoryview:
-        """Give the read-only bytes of entry i's block; valid until release.
+    def view(self, i: int) -> memoryview | DeviceView:
+        """Give the read-only bytes of entry i's block; valid until release. Of device memory: a DeviceView.
 
         An array made of it (numpy.frombuffer) is not taken back by release: copy what you keep.
         """
-        base = self._checked_view(i)
-        view = base.toreadonly()
-        base.release()
+        base = self._checked_view(i, False)
+        view = base
+        if isinstance(base, memoryview):
+            view = base.toreadonly()
+            base.release()
         self._views.append(view)
         return view
 

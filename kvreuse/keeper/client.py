@@ -26,6 +26,7 @@ from ..errors import (
     ProtocolError,
     RangeError,
 )
+from ..handles import HandleKind, open_provider
 from ..profile import Profile
 from . import processes, protocol
 
@@ -61,6 +62,7 @@ class Attachment:
     reuse_enabled: bool
     reuse_reason: str
     checksum: str
+    provider: str
 
 
 def default_path() -> str:
@@ -253,6 +255,8 @@ class Keeper:
         return got
 
     def _wait(self, sock: socket.socket, event: int, deadline: float) -> None:
+        if sock.fileno() < 0:  # at the interpreter's exit things are closed in any order
+            raise ConnectionResetError("the connection was closed")
         poll = select.poll()
         poll.register(sock, event)
         if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
@@ -323,7 +327,8 @@ class Keeper:
         group : str
             Name of the group.
         provider : str
-            "host".
+            "host", or "cuda:N": the data is device memory, which this worker allocates (or gives as `regions`) and
+            donates as fds; the keeper holds them without CUDA.
         regions : sequence of Region, optional
             Data memory of the caller's instead of the keeper's, ceil(blocks / len(regions)) slots in each. The part
             holds it on its own: they may be closed afterwards. Not used where a part is restored.
@@ -341,6 +346,8 @@ class Keeper:
             A living worker holds the part, or the profile's bounds are reached; nothing changed.
         RangeError
             The rank is outside of the topology.
+        IncompatibleError
+            Another rank's worker, which is alive, has its memory of another provider.
         KeeperUnavailableError
             The keeper did not answer in time.
         """
@@ -350,6 +357,15 @@ class Keeper:
         count = _status.as_integer(blocks, "blocks")
         attach_id = secrets.token_bytes(16)
         donated = list(regions or ())
+        is_device = provider != "host"
+        for region in donated:
+            if region.kind is not HandleKind.POSIX_FD:
+                # R1, K4: a fabric handle pins nothing, so nothing would be retained.
+                raise _refused(
+                    protocol.Refused(serial=0, reason=f"a region of kind {region.kind.name} cannot be retained", pid=0)
+                )
+            if region.provider.partition(":")[0] != provider.partition(":")[0]:
+                raise _status.make_text(-15, f"a region of provider {region.provider} in a part of provider {provider}")
         deadline = time.monotonic() + timeout
 
         def request(serial: int) -> protocol.Attach:
@@ -361,16 +377,19 @@ class Keeper:
                 group=group,
                 blocks=count,
                 provider=provider,
-                donate=len(donated),
+                donate=len(donated) or int(is_device),
             )
 
         with self._locked(deadline):
             fds: list[int] = []
             records: list[protocol.Record] = []
+            own: list[Region] = []
             try:
                 reply, fds = self._request_locked(request, (), deadline)
                 if isinstance(reply, protocol.NeedRegions):
-                    reply, fds = self._donate(reply, donated, deadline)
+                    if is_device and not donated:
+                        own.append(open_provider(provider).allocate(reply.nbytes[0]))
+                    reply, fds = self._donate(reply, donated or own, deadline)
                 if isinstance(reply, protocol.Refused):
                     raise _refused(reply)
                 if not isinstance(reply, protocol.Attached):
@@ -382,6 +401,9 @@ class Keeper:
                 if not isinstance(error, AttachRefusedError):
                     self._leave(attach_id, deadline)
                 raise
+            finally:
+                for region in own:  # the part imports it from the fd that the keeper holds
+                    region.close()
             self._attached[reply.session] = attach_id
         attachment = Attachment(
             keeper=self,
@@ -402,6 +424,7 @@ class Keeper:
             reuse_enabled=reply.reuse_enabled,
             reuse_reason=reply.reuse_reason,
             checksum=reply.checksum,
+            provider=provider,
         )
         try:
             part = Part._open(attachment, manifest, rank)

@@ -55,7 +55,10 @@ class Hello(_Message, frozen=True, kw_only=True):
 
 
 class Attach(_Message, frozen=True, kw_only=True):
-    """Become the writer of a rank's part; `donate` regions of the client's own follow (0: the keeper makes one)."""
+    """Become the writer of a rank's part; `donate` regions of the client's own follow (0: the keeper makes one).
+
+    Of device memory the keeper sees only fds: their sizes are as declared.
+    """
 
     attach_id: bytes
     manifest: dict[str, Any]

@@ -33,10 +33,19 @@ import msgspec
 from .. import _api, _status, _version
 from .._select import backend as _backend
 from ..errors import CorruptError, IncompatibleError, KVReuseError, ProfileError, ProtocolError, RangeError
-from ..handles import IMPORT_ALLOW_UNSEALED, Access, Provider, Region, allocate_named, open_provider
+from ..handles import (
+    IMPORT_ALLOW_UNSEALED,
+    REGION_ID_NBYTES,
+    Access,
+    Provider,
+    Region,
+    allocate_named,
+    open_provider,
+)
 from ..manifest import Manifest, Rank, compare, describe
 from ..profile import Profile
 from . import accounting, processes, protocol
+from .held import HeldFd, fd_of, record_of
 from .processes import Process
 
 logger = logging.getLogger("kvreuse")
@@ -116,7 +125,8 @@ class Part:
     blocks: int
     nbytes: int
     donated: bool
-    data: list[Region | None]
+    data: list[Region | HeldFd | None]
+    provider: str = "host"
     memory: Memory | None = None
     writer: Session | None = None
     waiting_since: float = 0.0
@@ -135,6 +145,7 @@ class Group:
     dp: int
     manifest: Manifest
     blocks: int
+    provider: str = "host"
     by_pp: dict[int, Manifest] = dataclasses.field(default_factory=dict)
     parts: dict[int, Part] = dataclasses.field(default_factory=dict)
     emptied: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -381,9 +392,16 @@ class Keeper:
         key = (request.group, rank.dp)
         group = self._groups.get(key)
         if group is not None:
-            differences = _compare(group, manifest, rank, request.blocks)
+            differences = _compare(group, manifest, rank, request)
             if differences:
                 living = next((part.writer for part in group.parts.values() if part.writer), None)
+                if living is not None and "provider" in differences:
+                    raise IncompatibleError(
+                        f"the group's memory is of another provider: {describe(differences)}",
+                        status=-15,
+                        name="INCOMPATIBLE",
+                        fields=differences,
+                    )
                 if living is not None:
                     self._refuse(client, request, f"the group has another manifest: {describe(differences)}", living)
                     return
@@ -393,12 +411,12 @@ class Keeper:
                     return
                 old, reason = group, f"the manifest changed: {describe(differences)}"
                 self._retire_group(old, reason)
-                group = self._groups[key] = Group(request.group, rank.dp, manifest, request.blocks)
+                group = self._groups[key] = Group(request.group, rank.dp, manifest, request.blocks, request.provider)
                 if old.manifest.topology == manifest.topology:
                     group.emptied = dict(old.emptied)
                 group.emptied[index] = reason
         if group is None:
-            group = self._groups[key] = Group(request.group, rank.dp, manifest, request.blocks)
+            group = self._groups[key] = Group(request.group, rank.dp, manifest, request.blocks, request.provider)
         try:
             self._attach_in(client, request, group, manifest, rank, index, nbytes)
         finally:
@@ -441,6 +459,7 @@ class Keeper:
                 nbytes=nbytes,
                 donated=request.donate > 0,
                 data=[None] * max(1, request.donate),
+                provider=request.provider,
             )
             if not part.donated:
                 data = part.data[0] = self._allocate(part, request.blocks * manifest.block_bytes, "data0")
@@ -560,12 +579,12 @@ class Keeper:
                 "dp": part.group.dp,
                 "rank": part.rank.to_dict(),
                 "manifest": part.manifest.to_dict(),
-                "provider": "host",
+                "provider": part.provider,
                 "donated": part.donated,
                 "table_region_id": table_id,
-                "claims": _record(claims_region),
-                "lock": _record(lock_region),
-                "data": [_record(region) for region in part.data if region],
+                "claims": record_of(claims_region),
+                "lock": record_of(lock_region),
+                "data": [record_of(region) for region in part.data if region],
             }
         )
 
@@ -600,10 +619,10 @@ class Keeper:
         data = [region for region in part.data if region]
         regions = [memory.table_region, memory.claims_region, memory.lock_region, *data]
         # The lock is used by its fd, never mapped: it has no record.
-        records = [_record(region) for region in (memory.table_region, memory.claims_region, *data)]
+        records = [record_of(region) for region in (memory.table_region, memory.claims_region, *data)]
         fds: list[int] = []
         try:
-            fds.extend(int(_backend.region_export(region.handle)) for region in regions)
+            fds.extend(fd_of(region) for region in regions)
             size = protocol.FDS_MAX
             self._send(
                 client,
@@ -636,7 +655,11 @@ class Keeper:
         part = session.part
         if part.memory or not 0 <= request.index < len(part.data) or part.data[request.index] is not None:
             raise protocol.protocol_error(f"region {request.index} was not asked for")
-        nbytes, physical_nbytes, region_id, device, inode, _ = request.record
+        nbytes, physical_nbytes, region_id, _, _, _ = request.record
+        if nbytes < 1 or physical_nbytes < nbytes or len(region_id) != REGION_ID_NBYTES:
+            raise protocol.protocol_error(
+                "a record has 1 byte or more, as much memory or more, and a region id of 16 bytes"
+            )
         needed = accounting.region_slots(part.blocks, len(part.data))[request.index] * part.manifest.block_bytes
         if nbytes < needed:
             raise _status.make_text(-5, f"region {request.index} has {nbytes} bytes: the part needs {needed} there")
@@ -647,14 +670,12 @@ class Keeper:
                 -10,
                 f"region {request.index} has {extra} bytes more than the part needs: max_bytes is {limit}, {used} held",
             )
-        flags = IMPORT_ALLOW_UNSEALED if self.profile.handles.file_fallback else 0
-        info = _backend.region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags)
-        region = Region("host", info.handle, {})
-        if info.access != int(Access.READ_WRITE):
-            region.close()
-            raise _status.make_text(
-                -8, f"region {request.index} was given for reading only: a writer needs to write it"
-            )
+        region: Region | HeldFd
+        if part.provider != "host":
+            # Without CUDA nothing more can be known of it: the next worker's import checks it.
+            region = HeldFd(fd, nbytes, physical_nbytes, region_id)
+        else:
+            region = self._import_data(request.index, fd, request.record)
         part.data[request.index] = region
         part.nbytes += extra
         if not all(part.data):
@@ -664,6 +685,16 @@ class Keeper:
         assert part.memory is not None
         _backend.table_admit(part.memory.table, WRITER_ROW, session.number, WRITER)
         self._send_part(client, session, request.serial)
+
+    def _import_data(self, index: int, fd: int, record: protocol.Record) -> Region:
+        nbytes, physical_nbytes, region_id, device, inode, _ = record
+        flags = IMPORT_ALLOW_UNSEALED if self.profile.handles.file_fallback else 0
+        info = _backend.region_import(fd, nbytes, physical_nbytes, region_id, device, inode, flags)
+        region = Region("host", info.handle, {})
+        if info.access != int(Access.READ_WRITE):
+            region.close()
+            raise _status.make_text(-8, f"region {index} was given for reading only: a writer needs to write it")
+        return region
 
     def _confirm(self, client: Client, request: protocol.Confirm) -> None:
         session = self._session_of(client, request.session)
@@ -946,24 +977,24 @@ class Keeper:
         )
 
 
-def _record(region: Region) -> protocol.Record:
-    info = _backend.region_info(region.handle)
-    seals = _backend.region_observe(region.handle).seals
-    return info.nbytes, info.physical_nbytes, info.region_id, info.device, info.inode, seals <= 0
-
-
-def _compare(group: Group, manifest: Manifest, rank: Rank, blocks: int) -> dict[str, tuple[Any, Any]]:
+def _compare(group: Group, manifest: Manifest, rank: Rank, request: protocol.Attach) -> dict[str, tuple[Any, Any]]:
     """Name the fields in which an attach differs from its group, with both values (R3)."""
     kept = group.by_pp.get(rank.pp)
     differences = compare(kept or group.manifest, manifest, across_pp=kept is None and bool(group.by_pp))
-    if group.blocks != blocks:
-        differences["blocks"] = (group.blocks, blocks)
+    if group.blocks != request.blocks:
+        differences["blocks"] = (group.blocks, request.blocks)
+    # The device's ordinal is each rank's own.
+    if group.provider.partition(":")[0] != request.provider.partition(":")[0]:
+        differences["provider"] = (group.provider, request.provider)
     return differences
 
 
 def _check_attach(request: protocol.Attach, manifest: Manifest) -> None:
-    if request.provider != "host":
-        raise _status.make_text(-7, f"provider {request.provider!r} is not in this version: use host")
+    kind, _, ordinal = request.provider.partition(":")
+    if request.provider != "host" and not (kind == "cuda" and ordinal.isascii() and ordinal.isdigit()):
+        raise _status.make_text(-7, f'provider {request.provider!r} is unknown: expected "host" or "cuda:N"')
+    if request.provider != "host" and not request.donate:
+        raise _status.make_text(-7, "device memory is made by the worker, which donates it: the keeper has no CUDA")
     if len(request.attach_id) != 16:
         raise protocol.protocol_error("an attach id has 16 bytes", 16, len(request.attach_id), usable=True)
     if not 1 <= len(request.group.encode()) <= GROUP_NBYTES_MAX:

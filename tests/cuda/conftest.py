@@ -48,7 +48,7 @@ def run_cuda(run_python, driver_dir):
 
 @pytest.fixture
 def run_scenario(driver_dir, root_dir):
-    """Run scenario.py over "core", "fallback" or a compiled library, with another package folder first if one is given."""
+    """Run scenario.py over "core", "fallback" or a compiled library; of another package folder if one is given."""
 
     def run(name, package_root=None):
         import os

@@ -1,4 +1,4 @@
-"""The C functions themselves as a backend module, without the extension: compiled from kvreuse/native, called by ctypes.
+"""The C functions themselves as a backend module: kvreuse/native compiled without the extension, called by ctypes.
 
 So that a fault planted in the C text can be shown to be found.
 """

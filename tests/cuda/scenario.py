@@ -2,7 +2,8 @@
 
     python tests/cuda/scenario.py core | fallback | FILE.so (the C functions, see raw.py)
 
-Exit 0, or a traceback that says what was wrong. test_cuda_patterns.py runs it over code with planted faults: it has to fail.
+Exit 0, or a traceback that says what was wrong. test_cuda_patterns.py runs it over code with planted faults: it has to
+fail then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Provider cuda:N over the fake driver: classes, processes that exchange memory, what a driver lacks, threads, views."""
+"""Provider cuda:N over the fake driver: classes, processes that exchange memory, missing calls, threads, views."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_a_code_without_a_name_is_told_as_its_number(backend_name, run_cuda):
 
 
 def test_views_of_a_mapping(backend_name, run_cuda):
-    """DLPack and __cuda_array_interface__ name the memory exactly; a capsule keeps the mapping; there is no host buffer."""
+    """DLPack and __cuda_array_interface__ name the memory exactly; a capsule keeps the mapping; no host buffer."""
     code = (
         "import gc\n"
         "p = kvreuse.open_provider('cuda:0')\n"

@@ -844,6 +844,27 @@ CUresult cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdevi
     RETURN(pointer_attribute(data, (int)attribute, address));
 }
 
+static int32_t copy_now(char *dst, const char *src, size_t size, CUdeviceptr device)
+{
+    range *found = range_at(fake.mappings, device);
+    if (!found || device + size > (CUdeviceptr)(uintptr_t)found->base + found->size || !found->access)
+        return CUDA_ERROR_INVALID_VALUE;
+    memcpy(dst, src, size);
+    return 0;
+}
+
+CUresult cuMemcpyHtoD_v2(CUdeviceptr dst, const void *src, size_t size)
+{
+    ENTER(FAKE_NEEDS_CONTEXT);
+    RETURN(copy_now((char *)(uintptr_t)dst, src, size, dst));
+}
+
+CUresult cuMemcpyDtoH_v2(void *dst, CUdeviceptr src, size_t size)
+{
+    ENTER(FAKE_NEEDS_CONTEXT);
+    RETURN(copy_now(dst, (const char *)(uintptr_t)src, size, src));
+}
+
 CUresult cuMemGetHandleForAddressRange(void *handle, CUdeviceptr address, size_t size, CUmemRangeHandleType kind,
                                        unsigned long long flags)
 {
@@ -949,7 +970,7 @@ CUresult cuGetErrorString(CUresult code, const char **out)
 CUresult cuGetProcAddress_v2(const char *name, void **out, int version, cuuint64_t flags, CUdriverProcAddressQueryResult *status)
 {
     static const char *const suffixed[] = {"cuMemGetAddressRange", "cuStreamDestroy", "cuEventDestroy", "cuDevicePrimaryCtxRelease",
-                                           "cuDeviceGetUuid", "cuGetProcAddress"};
+                                           "cuDeviceGetUuid", "cuGetProcAddress", "cuMemcpyHtoD", "cuMemcpyDtoH"};
     char symbol[128];
     size_t i;
     fake_call *known = call_named(name);
