@@ -94,17 +94,28 @@ def _register(thing):
     return handle
 
 
+_ids: list[bytes] = []
+
+
+def _random_id():
+    with _lock:
+        if not _ids:
+            data = ctypes.create_string_buffer(1024)
+            _checked(_getrandom(data, 1024, 0), "getrandom")
+            _ids.extend(data.raw[i : i + 16] for i in range(0, 1024, 16))
+        return _ids.pop()
+
+
 def host_allocate(nbytes, kind, name, directory):
     nbytes, kind = _status.as_integer(nbytes, "nbytes", 1), _status.as_integer(kind, "kind", 0, 8)
     fd = _checked(_memfd_create(name.encode(), 3), "memfd_create")
     try:
         _checked(_ftruncate(fd, nbytes), "ftruncate")
         _checked(_fcntl(fd, F_ADD_SEALS, 7), "fcntl")
-        found, identity = Stat(), ctypes.create_string_buffer(16)
+        found = Stat()
         _checked(_fstat(fd, ctypes.byref(found)), "fstat")
         _checked(_fcntl(fd, 3, 0), "fcntl")
-        _checked(_getrandom(identity, 16, 0), "getrandom")
-        return Info(_register((fd, nbytes)), nbytes, identity.raw, found.st_dev, found.st_ino)
+        return Info(_register((fd, nbytes)), nbytes, _random_id(), found.st_dev, found.st_ino)
     except BaseException:
         _close(fd)
         raise

@@ -28,7 +28,8 @@ cdef extern from "internal.h" nogil:
     void kvr_dlpack_delete(void *tensor, int32_t is_versioned) noexcept
 
 from . import _status
-from ._api import CudaInfo, CudaObservation, HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
+from ._api import CudaInfo, HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
+from ._api import CudaObservation as _CudaObservation
 from ._api import HostObservation as _HostObservation
 from ._api import MappingInfo as _MappingInfo
 from ._api import RegionInfo as _RegionInfo
@@ -433,6 +434,103 @@ cdef class HostObservation(_Record):
         return self.raw.block_nbytes
 
 
+@final
+cdef class CudaObservation(_Record):
+    cdef kvr_cuda_observation raw
+
+    cdef object named(self):
+        return _named(
+            _CudaObservation,
+            (
+                self.raw.handle_types,
+                self.raw.allocation_type,
+                self.raw.location_type,
+                self.raw.location_id,
+                self.raw.granularity_min,
+                self.raw.granularity_recommended,
+                self.raw.mapped_nbytes,
+                self.raw.reserved_nbytes,
+                self.raw.allowed_handle_types,
+                self.raw.access,
+                self.raw.mapped_base,
+                self.raw.properties_result,
+                self.raw.granularity_result,
+                self.raw.range_result,
+                self.raw.reservation_result,
+                self.raw.allowed_result,
+                self.raw.access_result,
+            ),
+        )
+
+    @property
+    def handle_types(self):
+        return self.raw.handle_types
+
+    @property
+    def allocation_type(self):
+        return self.raw.allocation_type
+
+    @property
+    def location_type(self):
+        return self.raw.location_type
+
+    @property
+    def location_id(self):
+        return self.raw.location_id
+
+    @property
+    def granularity_min(self):
+        return self.raw.granularity_min
+
+    @property
+    def granularity_recommended(self):
+        return self.raw.granularity_recommended
+
+    @property
+    def mapped_nbytes(self):
+        return self.raw.mapped_nbytes
+
+    @property
+    def reserved_nbytes(self):
+        return self.raw.reserved_nbytes
+
+    @property
+    def allowed_handle_types(self):
+        return self.raw.allowed_handle_types
+
+    @property
+    def access(self):
+        return self.raw.access
+
+    @property
+    def mapped_base(self):
+        return self.raw.mapped_base
+
+    @property
+    def properties_result(self):
+        return self.raw.properties_result
+
+    @property
+    def granularity_result(self):
+        return self.raw.granularity_result
+
+    @property
+    def range_result(self):
+        return self.raw.range_result
+
+    @property
+    def reservation_result(self):
+        return self.raw.reservation_result
+
+    @property
+    def allowed_result(self):
+        return self.raw.allowed_result
+
+    @property
+    def access_result(self):
+        return self.raw.access_result
+
+
 def host_allocate(nbytes, kind, name, directory):
     cdef int64_t size = _int64(nbytes, "nbytes")
     cdef int32_t wanted = _int32(kind, "kind")
@@ -682,33 +780,13 @@ def cuda_fabric_done(region):
 
 def cuda_observe(region):
     cdef int64_t handle = _int64(region, "region")
-    cdef kvr_cuda_observation seen
+    cdef CudaObservation seen = CudaObservation.__new__(CudaObservation)
+    cdef kvr_cuda_observation *out = &seen.raw
     cdef int32_t status
     with nogil:
-        status = kvr_cuda_observe(handle, &seen)
+        status = kvr_cuda_observe(handle, out)
     _check(status)
-    return _named(
-        CudaObservation,
-        (
-            seen.handle_types,
-            seen.allocation_type,
-            seen.location_type,
-            seen.location_id,
-            seen.granularity_min,
-            seen.granularity_recommended,
-            seen.mapped_nbytes,
-            seen.reserved_nbytes,
-            seen.allowed_handle_types,
-            seen.access,
-            seen.mapped_base,
-            seen.properties_result,
-            seen.granularity_result,
-            seen.range_result,
-            seen.reservation_result,
-            seen.allowed_result,
-            seen.access_result,
-        ),
-    )
+    return seen
 
 
 # ---- a part as a whole ----

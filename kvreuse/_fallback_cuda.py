@@ -151,7 +151,7 @@ def cuda_allocate(ordinal: Any, nbytes: Any, kind: Any, flags: Any) -> _api.Regi
         granularity = _granularity(prop, cu.GRANULARITY_MINIMUM)
         if not 0 < granularity <= c.KVR_NBYTES_MAX:
             raise _status.make(c.KVR_ERROR_DRIVER, c.KVR_DETAIL_CUDA_GRANULARITY, (nbytes, granularity), what)
-        region_id = host.random_bytes(c.KVR_REGION_ID_NBYTES)
+        region_id = host.random_id()
         physical = -(-nbytes // granularity) * granularity
         native = c_uint64()
         call("cuMemCreate", cu.byref(native), physical, cu.byref(prop), 0)
@@ -200,15 +200,17 @@ def cuda_import(
     if physical < nbytes:
         raise _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_IMPORT_PHYSICAL, (nbytes, physical), what)
     target = _take_device(ordinal, what)
-    if kind == c.KVR_KIND_POSIX_FD:
-        host.step("fcntl", fcntl.fcntl, fd, fcntl.F_GETFD)
     with _current(target):
         native = c_uint64()
         # A fabric handle travels as a pointer to 64 bytes, an fd as its value.
         token = cu.payload()
         token.raw = fabric
         shareable = cu.address_of(token) if kind == c.KVR_KIND_FABRIC else fd
-        call("cuMemImportFromShareableHandle", cu.byref(native), shareable, kind)
+        code = _driver.cuMemImportFromShareableHandle(cu.byref(native), shareable, kind)
+        if code and kind == c.KVR_KIND_POSIX_FD:
+            host.step("fcntl", fcntl.fcntl, fd, fcntl.F_GETFD)  # not open: that is the reason, whatever the code
+        if code:
+            raise _status.from_curesult("cuMemImportFromShareableHandle", code)
         try:
             _check_import(target, native, kind, physical, what)
             return _add_region(native.value, ordinal, nbytes, physical, kind, c.KVR_ORIGIN_IMPORTED, region_id)

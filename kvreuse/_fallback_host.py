@@ -366,16 +366,26 @@ def step(call: str, function: Callable[..., Any], *arguments: Any) -> Any:
         raise _status.from_errno(call, error.errno or 0) from None
 
 
-def random_bytes(nbytes: int) -> bytes:
-    # Not os.urandom: where the call fails, that reads a file and keeps its fd.
-    return bytes(step("getrandom", os.getrandom, nbytes))
+_ID_BATCH = 64
+_ids: list[bytes] = []  # random, not given out yet; a forked child gets none of them
+
+
+def random_id() -> bytes:
+    """Return 16 random bytes, which no other call returns."""
+    size = c.KVR_REGION_ID_NBYTES
+    with lock:
+        if not _ids:
+            # Not os.urandom: where the call fails, that reads a file and keeps its fd.
+            data = bytes(step("getrandom", os.getrandom, _ID_BATCH * size))
+            _ids.extend(data[i : i + size] for i in range(0, len(data), size))
+        return _ids.pop()
 
 
 def _host_region(fd: int, nbytes: int, physical: int, kind: int, origin: int, region_id: bytes | None) -> Region:
     """Make a region of an fd, without a handle yet. region_id None: a new one."""
     found = step("fstat", os.fstat, fd)
     access = step("fcntl", _access_of, fd)
-    name = random_bytes(c.KVR_REGION_ID_NBYTES) if region_id is None else region_id
+    name = random_id() if region_id is None else region_id
     return Region(fd, nbytes, physical, kind, access, origin, found.st_dev, found.st_ino, name)
 
 
@@ -389,7 +399,7 @@ def _open_unnamed(directory: bytes) -> int:
         if error.errno not in _NO_TMPFILE:
             raise _status.from_errno("open", error.errno or 0) from None
     # A file system without O_TMPFILE: the name exists for a moment.
-    path = os.path.join(directory, b".kvreuse-" + random_bytes(8).hex().encode())
+    path = os.path.join(directory, b".kvreuse-" + random_id()[:8].hex().encode())
     fd = int(step("open", os.open, path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600))
     try:
         step("unlink", os.unlink, path)

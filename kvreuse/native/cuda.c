@@ -308,16 +308,18 @@ static int32_t import(const device *target, int32_t kind, int32_t fd, const uint
     uint8_t token[KVR_FABRIC_NBYTES];
     void *shareable;
     uint64_t native = 0;
-    int32_t status;
+    int32_t code, status;
     if (kind == KVR_KIND_FABRIC) {
         memcpy(token, fabric, sizeof token);
         shareable = token; /* a pointer to 64 bytes */
     } else {
         shareable = (void *)(uintptr_t)(uint32_t)fd; /* the fd's value */
     }
-    status = CALL(cuMemImportFromShareableHandle, &native, shareable, kind);
-    if (status)
-        return status;
+    code = driver.cuMemImportFromShareableHandle(&native, shareable, kind);
+    if (code && kind == KVR_KIND_POSIX_FD && fcntl(fd, F_GETFD) < 0)
+        return kvr_fail_errno("fcntl", errno); /* not open: that is the reason, whatever the code */
+    if (code)
+        return fail_driver("cuMemImportFromShareableHandle", code);
     status = check_import(target, native, kind, physical_nbytes, call);
     if (!status)
         status = add_region(native, target->info.ordinal, nbytes, physical_nbytes, kind, KVR_ORIGIN_IMPORTED, region_id, call, out);
@@ -342,8 +344,6 @@ int32_t kvr_cuda_import(int32_t ordinal, int32_t kind, int32_t fd, const uint8_t
     if (physical_nbytes < nbytes)
         return kvr_fail(KVR_ERROR_SIZE_MISMATCH, KVR_DETAIL_IMPORT_PHYSICAL, call, nbytes, physical_nbytes, 0, 0);
     status = take_device(ordinal, call, &target);
-    if (!status && kind == KVR_KIND_POSIX_FD && fcntl(fd, F_GETFD) < 0)
-        status = kvr_fail_errno("fcntl", errno);
     if (!status)
         status = enter(target, &previous);
     if (!status) {

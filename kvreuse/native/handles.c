@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -17,6 +18,7 @@
 #define GENERATION_MAX INT32_MAX
 #define STORAGE_NBYTES 176
 #define CHUNK_SLOTS 64
+#define ID_BATCH 64
 
 /* Three cache lines. Regions and mappings live in their slot, so that finding one touches no other memory. */
 typedef struct slot {
@@ -44,6 +46,8 @@ static struct {
     int64_t capacity;
     kvr_lock *locks;
     int64_t owner_pid;
+    int64_t id_count;
+    uint8_t ids[ID_BATCH][KVR_REGION_ID_NBYTES]; /* random, not given out yet; a forked child gets none of them */
 } process __attribute__((aligned(64))) = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
 static _Thread_local kvr_error last_error;
@@ -207,6 +211,32 @@ void kvr_unregister(kvr_object *object)
         process.vacant[process.vacant_count++] = index;
     if ((void *)object == (void *)place->storage)
         ASAN_POISON_MEMORY_REGION(place->storage, STORAGE_NBYTES);
+}
+
+static int32_t fill_ids(void)
+{
+    size_t done = 0;
+    while (done < sizeof process.ids) {
+        long got = syscall(SYS_getrandom, (uint8_t *)process.ids + done, sizeof process.ids - done, 0);
+        if (got < 0 && errno != EINTR)
+            return kvr_fail_errno("getrandom", errno);
+        if (got > 0)
+            done += (size_t)got;
+    }
+    process.id_count = ID_BATCH;
+    return KVR_OK;
+}
+
+int32_t kvr_random_id(uint8_t *out)
+{
+    int32_t status = KVR_OK;
+    kvr_handles_lock();
+    if (!process.id_count)
+        status = fill_ids();
+    if (!status)
+        memcpy(out, process.ids[--process.id_count], KVR_REGION_ID_NBYTES);
+    kvr_handles_unlock();
+    return status;
 }
 
 int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out)

@@ -44,19 +44,6 @@ static int64_t seals_of(int32_t fd)
     return seals < 0 ? -1 : seals;
 }
 
-int32_t kvr_random_id(uint8_t *out)
-{
-    int64_t done = 0;
-    while (done < KVR_REGION_ID_NBYTES) {
-        long got = syscall(SYS_getrandom, out + done, (size_t)(KVR_REGION_ID_NBYTES - done), 0);
-        if (got < 0 && errno != EINTR)
-            return kvr_fail_errno("getrandom", errno);
-        if (got > 0)
-            done += got;
-    }
-    return KVR_OK;
-}
-
 /* An fd of a file without a name in a directory. */
 static int32_t open_unnamed(const char *directory, int32_t *out)
 {

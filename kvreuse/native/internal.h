@@ -82,12 +82,12 @@ void kvr_unregister(kvr_object *object);
 void kvr_count_fds(int64_t delta);
 kvr_mapping *kvr_mapping_of(const kvr_region *region); /* any one, NULL if there is none */
 kvr_lock **kvr_locks(void);
+int32_t kvr_random_id(uint8_t *out); /* 16 bytes; without the handle mutex, not in a forked child */
 
 /* ---- memory (host.c) ---- */
 int32_t kvr_map_memory(int32_t fd, int64_t nbytes, int64_t offset_bytes, int32_t access, int32_t dontfork, const char *call,
                        uint8_t **out);
 int64_t kvr_page_nbytes(void);
-int32_t kvr_random_id(uint8_t *out);
 void kvr_describe_region(const kvr_region *region, kvr_region_info *out);
 int32_t kvr_is_host(const kvr_region *region, const char *call); /* KVR_OK, or the error for a call that needs host memory */
 /* For the extension's buffers: +1 or -1 view. */

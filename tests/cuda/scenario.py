@@ -221,10 +221,14 @@ class Scenario:
             (lambda: backend.cuda_import(0, POSIX_FD, -1, bytes(64), 1, 1, bytes(16)), errors.RangeError),
             (lambda: backend.cuda_import(0, 0, 0, bytes(64), 1, 1, bytes(16)), errors.RangeError),
             (lambda: backend.cuda_import(0, POSIX_FD, 0, bytes(64), 2, 1, bytes(16)), errors.SizeMismatchError),
-            (lambda: backend.cuda_import(0, POSIX_FD, 9999, bytes(64), 1, 1, bytes(16)), errors.SystemCallError),
         ):
             self.refused(wrong, error)
         assert fake.counters()["calls"] == before
+        self.refused(
+            lambda: backend.cuda_import(0, POSIX_FD, 9999, bytes(64), 1, 1, bytes(16)), errors.SystemCallError
+        )
+        fake.reset_calls()
+        before = 0
         backend.region_close(region.handle)
         self.refused(lambda: backend.region_close(region.handle), errors.StaleHandleError)
         assert fake.counters()["calls"] == before + 4  # get, set, release, set

@@ -125,9 +125,9 @@ C_FAULTS = {
     ),
     "import cache keyed by the fd's number": (
         "cuda.c",
-        "    status = CALL(cuMemImportFromShareableHandle, &native, shareable, kind);",
-        "    static uint64_t cache[64];\n    if (kind == 1 && cache[fd & 63])\n        native = cache[fd & 63], status = KVR_OK;\n"
-        "    else\n        status = CALL(cuMemImportFromShareableHandle, &native, shareable, kind);\n"
+        "    code = driver.cuMemImportFromShareableHandle(&native, shareable, kind);",
+        "    static uint64_t cache[64];\n    if (kind == 1 && cache[fd & 63])\n        native = cache[fd & 63], code = 0;\n"
+        "    else\n        code = driver.cuMemImportFromShareableHandle(&native, shareable, kind);\n"
         "    if (kind == 1)\n        cache[fd & 63] = native;",
     ),
     "the caller's context is not set back": (
@@ -202,8 +202,9 @@ PYTHON_FAULTS = {
     ),
     "import cache keyed by the fd's number": (
         "_fallback_cuda.py",
-        '        call("cuMemImportFromShareableHandle", cu.byref(native), shareable, kind)\n',
-        '        if kind != 1 or fd not in _cache:\n            call("cuMemImportFromShareableHandle", cu.byref(native), shareable, kind)\n'
+        "        code = _driver.cuMemImportFromShareableHandle(cu.byref(native), shareable, kind)\n",
+        "        code = 0\n        if kind != 1 or fd not in _cache:\n"
+        "            code = _driver.cuMemImportFromShareableHandle(cu.byref(native), shareable, kind)\n"
         "        native = _cache.setdefault(fd, native) if kind == 1 else native\n",
     ),
 }

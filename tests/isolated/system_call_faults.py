@@ -61,12 +61,26 @@ class Operation:
     def prepare(self) -> None:
         pass
 
+    def rewind(self) -> None:
+        """Before each run: come to a state in which it makes every system call that it can make."""
+
     def clean(self) -> None:
         self.backend.region_close(self.region.handle)
 
 
 class Allocate(Operation):
     directory: str | None = None
+
+    def rewind(self) -> None:
+        """Random ids are fetched 64 at a time: use up what is left."""
+        was_fetched, left = False, 0
+        while not was_fetched or left:
+            shim.arm(0, 0)
+            info = self.backend.host_allocate(1, 1, "kvreuse-fault", None)
+            names = [shim.call_name(n) for n in range(1, shim.disarm() + 1)]
+            self.backend.region_close(info.handle)
+            left = 63 if b"getrandom" in names and not was_fetched else left - was_fetched
+            was_fetched = was_fetched or b"getrandom" in names
 
     def run(self):
         return self.backend.host_allocate(3 * PAGE, 1, "kvreuse-fault", self.directory)
@@ -205,6 +219,7 @@ def main(backend: str, operation: str) -> None:
     # Once without: what is made at a first use is no leak.
     case.undo(case.run())
     before = census(module)
+    case.rewind()
     shim.arm(0, 0)
     made = case.run()
     count = shim.disarm()
@@ -214,6 +229,7 @@ def main(backend: str, operation: str) -> None:
     for n in range(1, count + 1):
         for code in ERRNOS:
             error = made = None
+            case.rewind()
             shim.arm(n, code)
             try:
                 made = case.run()

@@ -37,7 +37,9 @@
     X(stream_delay_ms, 0)           \
     X(stream_error_at, 0)           \
     X(stream_error_code, 700)       \
-    X(stream_error_is_sticky, 0)
+    X(stream_error_is_sticky, 0)    \
+    X(lean, 0) /* for benchmarks: no system calls; no memory either, and every fd is lean_fd */ \
+    X(lean_fd, -1)
 
 /* stream_mode */
 #define FAKE_STREAM_NORMAL 0

@@ -91,17 +91,25 @@ int32_t fake_violation(const char *text)
     return CUDA_ERROR_INVALID_VALUE;
 }
 
-static fake_call *call_named(const char *name)
+static fake_call *find_call(const char *name)
 {
     int i;
     for (i = 0; i < fake.call_count; i++)
         if (!strcmp(fake.calls[i].name, name))
             return &fake.calls[i];
+    return NULL;
+}
+
+static fake_call *call_named(const char *name)
+{
+    fake_call *found = find_call(name);
+    if (found)
+        return found;
     if (fake.call_count == FAKE_NAMES_MAX)
         abort();
-    snprintf(fake.calls[i].name, sizeof fake.calls[i].name, "%s", name);
-    fake.call_count++;
-    return &fake.calls[i];
+    found = &fake.calls[fake.call_count++];
+    snprintf(found->name, sizeof found->name, "%s", name);
+    return found;
 }
 
 /* With the mutex taken, which leave() gives back. */
@@ -443,8 +451,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     if ((int64_t)size > fake.set.memory_total)
         RETURN(CUDA_ERROR_OUT_OF_MEMORY);
     made = calloc(1, sizeof *made);
-    made->fd = memfd_create(FAKE_MEMORY_NAME, MFD_CLOEXEC);
-    if (made->fd < 0 || ftruncate(made->fd, (off_t)size)) {
+    made->fd = fake.set.lean ? -1 : memfd_create(FAKE_MEMORY_NAME, MFD_CLOEXEC);
+    if (!fake.set.lean && (made->fd < 0 || ftruncate(made->fd, (off_t)size))) {
         if (made->fd >= 0)
             close(made->fd);
         free(made);
@@ -452,7 +460,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     }
     made->size = size;
     made->prop = *prop;
-    fake.counters.fds++;
+    fake.counters.fds += made->fd >= 0;
     fake.counters.allocations++;
     code = give_handle(made, handle);
     if (code) {
@@ -554,6 +562,11 @@ CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle ha
     if (!((int)found->prop.requestedHandleTypes & (int)kind))
         REFUSE("export: a kind that was not requested at create");
     fake.counters.exports++;
+    if ((int)kind == 1 && fake.set.lean) {
+        fd = (int)fake.set.lean_fd;
+        memcpy(out, &fd, sizeof fd);
+        RETURN(0);
+    }
     if ((int)kind == 1) {
         fd = fcntl(found->fd, fake.set.export_cloexec ? F_DUPFD_CLOEXEC : F_DUPFD, 0);
         if (fd < 0)
@@ -581,14 +594,13 @@ static int32_t import_memory(int fd, int32_t kinds, int32_t location, CUmemGener
     struct stat status;
     allocation *made = calloc(1, sizeof *made);
     int32_t code;
-    fstat(fd, &status);
     made->fd = fd;
-    made->size = (size_t)status.st_size;
+    made->size = fd >= 0 && !fstat(fd, &status) ? (size_t)status.st_size : (size_t)fake.set.granularity_min;
     made->prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
     made->prop.requestedHandleTypes = (CUmemAllocationHandleType)kinds;
     made->prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
     made->prop.location.id = location;
-    fake.counters.fds++;
+    fake.counters.fds += fd >= 0;
     fake.counters.allocations++;
     fake.counters.imports++;
     code = give_handle(made, handle);
@@ -618,6 +630,8 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     char path[64];
     int fd;
     ENTER(FAKE_NEEDS_CONTEXT);
+    if ((int)kind == 1 && fake.set.lean)
+        RETURN(import_memory(-1, 1, 0, handle));
     if ((int)kind == 1) {
         if ((uintptr_t)shareable > INT32_MAX || !is_fake_memory((int)(uintptr_t)shareable)) {
             fake_violation("import: the fd's value is expected, of this driver's memory");
@@ -973,10 +987,10 @@ CUresult cuGetProcAddress_v2(const char *name, void **out, int version, cuuint64
                                            "cuDeviceGetUuid", "cuGetProcAddress", "cuMemcpyHtoD", "cuMemcpyDtoH"};
     char symbol[128];
     size_t i;
-    fake_call *known = call_named(name);
+    const fake_call *known = find_call(name);
     (void)flags;
     *out = NULL;
-    if (!known->hidden && version <= fake.set.driver_version) {
+    if (!(known && known->hidden) && version <= fake.set.driver_version) {
         snprintf(symbol, sizeof symbol, "%s", name);
         for (i = 0; i < sizeof suffixed / sizeof *suffixed; i++)
             if (!strcmp(name, suffixed[i]))
