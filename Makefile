@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml kvreuse/_version.py \
 	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/*.pxi kvreuse/native/*.c kvreuse/native/*.h)
 CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
 
-.PHONY: run test pure sdist lint asan fuzz bench capi clean FORCE
+.PHONY: run test test-gpu pure sdist lint asan fuzz bench capi clean FORCE
 .DELETE_ON_ERROR:
 
 run: $(VENV)/installed
@@ -39,6 +39,10 @@ asan: $(VENV)/installed
 
 fuzz: $(VENV)/installed
 	KVREUSE_FUZZ_CALLS=1000000 $(BIN)/pytest -q -s tests/native/test_fuzz.py
+
+# On a machine with a GPU: the life of CUDA memory on its driver, and what that answers. Without one it says so.
+test-gpu: $(VENV)/installed
+	$(BIN)/pytest -q -s -m gpu tests/cuda/test_cuda_gpu.py $(PYTEST_ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/pytest bench $(PYTEST_ARGS)

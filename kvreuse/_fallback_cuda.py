@@ -20,6 +20,7 @@ _driver: Any = None
 _is_started = False
 _version = 0
 _device_count = 0
+_gives_cloexec: bool | None = None  # the driver's exported fds are CLOEXEC by themselves; None: not seen yet
 
 
 class Device:
@@ -247,9 +248,13 @@ def _export(region: Any, kind: int) -> bytes:
 
 def export_fd(region: Any) -> int:
     """Export a pinned region of kind POSIX_FD."""
+    global _gives_cloexec
     fd = int.from_bytes(_export(region, c.KVR_KIND_POSIX_FD)[:4], "little", signed=True)
     try:
-        host.step("fcntl", fcntl.fcntl, fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
+        if _gives_cloexec is None:
+            _gives_cloexec = bool(host.step("fcntl", fcntl.fcntl, fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
+        if not _gives_cloexec:
+            host.step("fcntl", fcntl.fcntl, fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     except BaseException:
         os.close(fd)
         raise

@@ -25,6 +25,7 @@ static struct {
     int32_t device_count;
     int32_t version;
     uint32_t features;
+    _Atomic int32_t gives_cloexec; /* its exported fds are CLOEXEC by themselves: 1, -1 they are not, 0 not seen yet */
     device devices[KVR_ORDINAL_COUNT_MAX];
     KVR_DRIVER_REQUIRED(POINTER)
 } driver = {.mutex = PTHREAD_MUTEX_INITIALIZER};
@@ -403,7 +404,11 @@ int32_t kvr_cuda_export_fd(kvr_region *region, int32_t *out_fd)
     if (status)
         return status;
     memcpy(&fd, payload, sizeof fd);
-    if (fcntl(fd, F_SETFD, FD_CLOEXEC)) {
+    if (!driver.gives_cloexec) {
+        int flags = fcntl(fd, F_GETFD);
+        driver.gives_cloexec = flags >= 0 && flags & FD_CLOEXEC ? 1 : -1;
+    }
+    if (driver.gives_cloexec < 0 && fcntl(fd, F_SETFD, FD_CLOEXEC)) {
         status = kvr_fail_errno("fcntl", errno);
         (void)close(fd);
         return status;

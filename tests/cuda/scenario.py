@@ -224,9 +224,7 @@ class Scenario:
         ):
             self.refused(wrong, error)
         assert fake.counters()["calls"] == before
-        self.refused(
-            lambda: backend.cuda_import(0, POSIX_FD, 9999, bytes(64), 1, 1, bytes(16)), errors.SystemCallError
-        )
+        self.refused(lambda: backend.cuda_import(0, POSIX_FD, 9999, bytes(64), 1, 1, bytes(16)), errors.SystemCallError)
         fake.reset_calls()
         before = 0
         backend.region_close(region.handle)

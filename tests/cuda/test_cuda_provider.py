@@ -43,7 +43,9 @@ if kind is kvreuse.HandleKind.FABRIC:
         time.sleep(0.05)
 mapping.close()
 region.close()
-open(out + ".part", "w").write("|".join(said))
+sock.close()
+with open(out + ".part", "w") as file:
+    file.write("|".join(said))
 os.rename(out + ".part", out)
 """
 

@@ -160,7 +160,9 @@ typedef struct fake_state {
     fake_call *log[FAKE_LOG_MAX];
     fake_context contexts[FAKE_DEVICES_MAX];
     fake_handle handles[FAKE_HANDLES_MAX];
-    int handle_count;
+    int64_t vacant[FAKE_HANDLES_MAX];
+    int64_t handle_count;
+    int64_t vacant_count;
     range reservations[FAKE_RANGES_MAX];
     range mappings[FAKE_RANGES_MAX];
     fake_stream streams[FAKE_STREAMS_MAX];

@@ -120,7 +120,7 @@ int32_t fake_enter(fake_call **site, const char *name, int flags)
     if (!*site)
         *site = call_named(name);
     (*site)->count++;
-    if (fake.counters.calls < FAKE_LOG_MAX)
+    if (!fake.set.lean && fake.counters.calls < FAKE_LOG_MAX)
         fake.log[fake.counters.calls] = *site;
     fake.counters.calls++;
     if (fake.fail_in > 0 && --fake.fail_in == 0)
@@ -365,16 +365,15 @@ CUresult cuCtxSynchronize(void)
 
 /* ---- allocations ---- */
 
+/* The slot is in the handle's upper half, so that finding one takes no search. */
 static allocation *allocation_of(CUmemGenericAllocationHandle handle, fake_handle **place)
 {
-    int i;
-    for (i = 0; i < fake.handle_count; i++)
-        if (fake.handles[i].allocation && fake.handles[i].value == handle) {
-            if (place)
-                *place = &fake.handles[i];
-            return fake.handles[i].allocation;
-        }
-    return NULL;
+    fake_handle *found = &fake.handles[handle >> 32 & (FAKE_HANDLES_MAX - 1)];
+    if (!found->allocation || found->value != handle)
+        return NULL;
+    if (place)
+        *place = found;
+    return found->allocation;
 }
 
 static void drop(allocation *found)
@@ -391,18 +390,18 @@ static void drop(allocation *found)
 
 static int32_t give_handle(allocation *found, CUmemGenericAllocationHandle *out)
 {
-    int i;
-    for (i = 0; i < fake.handle_count && fake.handles[i].allocation; i++)
-        ;
-    if (i == FAKE_HANDLES_MAX)
+    int64_t slot;
+    if (fake.vacant_count)
+        slot = fake.vacant[--fake.vacant_count];
+    else if (fake.handle_count < FAKE_HANDLES_MAX)
+        slot = fake.handle_count++;
+    else
         return CUDA_ERROR_OUT_OF_MEMORY;
-    if (i == fake.handle_count)
-        fake.handle_count++;
-    fake.handles[i].value = fake_make_handle(1);
-    fake.handles[i].allocation = found;
+    fake.handles[slot].value = UINT64_C(1) << 63 | (++fake.serial & 0x7FFFF) << 44 | (uint64_t)slot << 32 | LOW_BITS(1);
+    fake.handles[slot].allocation = found;
     found->references++;
     fake.counters.handles++;
-    *out = fake.handles[i].value;
+    *out = fake.handles[slot].value;
     return 0;
 }
 
@@ -482,6 +481,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
     }
     place->allocation = NULL;
     place->value = 0;
+    fake.vacant[fake.vacant_count++] = place - fake.handles;
     fake.counters.handles--;
     drop(found);
     RETURN(0);
