@@ -18,7 +18,7 @@
 static int64_t allocate(int64_t ignored)
 {
     struct stat found;
-    static unsigned char ids[64][16];
+    static unsigned char seed[16];
     static int id_count;
     int fd = (int)syscall(SYS_memfd_create, "kvreuse-bench", 3U);
     (void)ignored;
@@ -27,7 +27,7 @@ static int64_t allocate(int64_t ignored)
     fstat(fd, &found);
     fcntl(fd, F_GETFL);
     if (!id_count--) {
-        syscall(SYS_getrandom, ids, sizeof ids, 0);
+        syscall(SYS_getrandom, seed, sizeof seed, 0);
         id_count = 63;
     }
     return fd;

@@ -22,6 +22,34 @@ cdef extern from "Python.h":
     const char *PyUnicode_AsUTF8AndSize(object text, Py_ssize_t *nbytes) except NULL
     void PyTuple_SET_ITEM(object made, Py_ssize_t i, object item)
 
+cdef extern from *:
+    """
+    /* The value of an int of at most two digits without a call; 0 if it is another, or this Python keeps them otherwise. */
+    #if !defined(Py_LIMITED_API) && PY_VERSION_HEX < 0x030C0000 && PYLONG_BITS_IN_DIGIT == 30
+    static inline int kvr_small_int(PyObject *value, int64_t *out)
+    {
+        const digit *digits = ((PyLongObject *)value)->ob_digit;
+        switch (Py_SIZE(value)) {
+        case 0: *out = 0; return 1;
+        case 1: *out = digits[0]; return 1;
+        case -1: *out = -(int64_t)digits[0]; return 1;
+        case 2: *out = (int64_t)digits[1] << 30 | digits[0]; return 1;
+        default: return 0;
+        }
+    }
+    #elif PY_VERSION_HEX >= 0x030C0000
+    static inline int kvr_small_int(PyObject *value, int64_t *out)
+    {
+        if (!PyUnstable_Long_IsCompact((PyLongObject *)value)) return 0;
+        *out = PyUnstable_Long_CompactValue((PyLongObject *)value);
+        return 1;
+    }
+    #else
+    static inline int kvr_small_int(PyObject *value, int64_t *out) { (void)value; (void)out; return 0; }
+    #endif
+    """
+    bint kvr_small_int(object value, int64_t *out) noexcept
+
 cdef extern from "internal.h" nogil:
     int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out) noexcept
     int32_t kvr_mapping_dlpack(int64_t mapping, int32_t device_type, int32_t device_id, int32_t is_versioned, void **out) noexcept
@@ -67,6 +95,8 @@ cdef inline int64_t _int64(object value, str name) except? -1:
     cdef int overflow = 0
     cdef int64_t number
     if type(value) is int:
+        if kvr_small_int(value, &number):
+            return number
         number = PyLong_AsLongLongAndOverflow(value, &overflow)
         if not overflow:
             return number
@@ -77,7 +107,8 @@ cdef inline int64_t _ranged(object value, str name, int64_t low, int64_t high) e
     cdef int overflow = 0
     cdef int64_t number
     if type(value) is int:
-        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not kvr_small_int(value, &number):
+            number = PyLong_AsLongLongAndOverflow(value, &overflow)
         if not overflow and low <= number <= high:
             return number
     return _status.as_integer(value, name, low, high)
@@ -95,7 +126,8 @@ cdef inline uint64_t _uint64(object value, str name) except? 1844674407370955161
     cdef int overflow = 0
     cdef int64_t number
     if type(value) is int:
-        number = PyLong_AsLongLongAndOverflow(value, &overflow)
+        if not kvr_small_int(value, &number):
+            number = PyLong_AsLongLongAndOverflow(value, &overflow)
         if not overflow and number >= 0:
             return <uint64_t>number
     return <uint64_t>_status.as_integer(value, name, 0, 18446744073709551615)

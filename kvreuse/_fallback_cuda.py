@@ -152,11 +152,11 @@ def cuda_allocate(ordinal: Any, nbytes: Any, kind: Any, flags: Any) -> _api.Regi
         granularity = _granularity(prop, cu.GRANULARITY_MINIMUM)
         if not 0 < granularity <= c.KVR_NBYTES_MAX:
             raise _status.make(c.KVR_ERROR_DRIVER, c.KVR_DETAIL_CUDA_GRANULARITY, (nbytes, granularity), what)
-        region_id = host.random_id()
         physical = -(-nbytes // granularity) * granularity
         native = c_uint64()
         call("cuMemCreate", cu.byref(native), physical, cu.byref(prop), 0)
         try:
+            region_id = host.random_id()
             return _add_region(native.value, ordinal, nbytes, physical, kind, c.KVR_ORIGIN_ALLOCATED, region_id)
         except BaseException:
             _driver.cuMemRelease(native)

@@ -596,7 +596,7 @@ class Part:
         with contextlib.suppress(KVReuseError):
             self.close()
 
-    def _view(self, slot: int, writable: bool) -> memoryview | DeviceView:
+    def _view(self, slot: int, writable: bool = True) -> memoryview | DeviceView:
         region, index = divmod(slot, self._slots_per_region)
         offset = index * self.block_bytes
         if self._ordinal >= 0:

@@ -109,7 +109,7 @@ def test_cuda_is_refused_with_its_reason_at_each_call(backend_name, run_python, 
         "    for call in (lambda: cuda.allocate(1), lambda: cuda.import_region(shared), cuda.features):\n"
         "        try: call()\n"
         "        except kvreuse.NotSupportedError as error: print(error)\n"
-        "    print(*{capability.reason for capability in cuda.capabilities().values()}, sep='\\n')\n"
+        "    print(*sorted({capability.reason for capability in cuda.capabilities().values()}), sep='\\n')\n"
         "    assert len(os.listdir('/proc/self/fd')) == fds\n"
     )
     done = run_python(code, env={"LD_LIBRARY_PATH": str(tmp_path)}, backend=backend_name)

@@ -65,7 +65,6 @@ def test_what_is_wrong_is_named(text, words):
         '[retention]\non_stall = "kill"\n',
         '[table]\nhuge_pages = "prefer"\n',
         '[group]\ncapacity = "min"\n',
-        '[handles]\nfabric = "allocate"\n',
     ],
 )
 def test_what_this_version_lacks_is_refused(text):

@@ -208,13 +208,18 @@ static kvr_cu_allocation_prop properties(int32_t ordinal, int32_t kind)
     return prop;
 }
 
+/* region_id NULL: a new one. */
 static int32_t add_region(uint64_t native, int32_t ordinal, int64_t nbytes, int64_t physical_nbytes, int32_t kind, int32_t origin,
                           const uint8_t *region_id, const char *call, kvr_region_info *out)
 {
     kvr_object *object;
-    int32_t status;
+    uint8_t fresh_id[KVR_REGION_ID_NBYTES];
+    int32_t status = KVR_OK;
     kvr_handles_lock();
-    status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
+    if (!region_id)
+        status = kvr_random_id(fresh_id);
+    if (!status)
+        status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
     if (!status) {
         kvr_region *region = (kvr_region *)object;
         region->fd = -1;
@@ -225,7 +230,7 @@ static int32_t add_region(uint64_t native, int32_t ordinal, int64_t nbytes, int6
         region->kind = kind;
         region->access = KVR_ACCESS_READ_WRITE;
         region->origin = origin;
-        memcpy(region->region_id, region_id, sizeof region->region_id);
+        memcpy(region->region_id, region_id ? region_id : fresh_id, sizeof region->region_id);
         kvr_describe_region(region, out);
     }
     kvr_handles_unlock();
@@ -235,21 +240,18 @@ static int32_t add_region(uint64_t native, int32_t ordinal, int64_t nbytes, int6
 static int32_t allocate(const device *target, int64_t nbytes, int32_t kind, const char *call, kvr_region_info *out)
 {
     kvr_cu_allocation_prop prop = properties(target->info.ordinal, kind);
-    uint8_t region_id[KVR_REGION_ID_NBYTES];
     size_t granularity = 0;
     uint64_t native = 0;
     int64_t physical;
     int32_t status = CALL(cuMemGetAllocationGranularity, &granularity, &prop, KVR_CU_GRANULARITY_MINIMUM);
     if (!status && (!granularity || granularity > KVR_NBYTES_MAX))
         status = kvr_fail(KVR_ERROR_DRIVER, KVR_DETAIL_CUDA_GRANULARITY, call, nbytes, (int64_t)granularity, 0, 0);
-    if (!status)
-        status = kvr_random_id(region_id);
     if (status)
         return status;
     physical = (nbytes + (int64_t)granularity - 1) / (int64_t)granularity * (int64_t)granularity;
     status = CALL(cuMemCreate, &native, (size_t)physical, &prop, 0);
     if (!status) {
-        status = add_region(native, target->info.ordinal, nbytes, physical, kind, KVR_ORIGIN_ALLOCATED, region_id, call, out);
+        status = add_region(native, target->info.ordinal, nbytes, physical, kind, KVR_ORIGIN_ALLOCATED, NULL, call, out);
         if (status)
             (void)driver.cuMemRelease(native);
     }

@@ -46,8 +46,8 @@ static struct {
     int64_t capacity;
     kvr_lock *locks;
     int64_t owner_pid;
-    int64_t id_count;
-    uint8_t ids[ID_BATCH][KVR_REGION_ID_NBYTES]; /* random, not given out yet; a forked child gets none of them */
+    int64_t ids_left;
+    uint64_t id_state[2]; /* of region ids: a forked child makes none */
 } process __attribute__((aligned(64))) = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
 static _Thread_local kvr_error last_error;
@@ -213,30 +213,33 @@ void kvr_unregister(kvr_object *object)
         ASAN_POISON_MEMORY_REGION(place->storage, STORAGE_NBYTES);
 }
 
-static int32_t fill_ids(void)
+/* The next of a sequence that visits every number once (SplitMix64, Steele and others, OOPSLA 2014). */
+static uint64_t next_random(uint64_t *state)
 {
+    uint64_t mixed = *state += UINT64_C(0x9E3779B97F4A7C15);
+    mixed = (mixed ^ mixed >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
+    mixed = (mixed ^ mixed >> 27) * UINT64_C(0x94D049BB133111EB);
+    return mixed ^ mixed >> 31;
+}
+
+/* The kernel's random bytes cost more than all else of an allocation's bookkeeping: they start every 64 ids anew. */
+int32_t kvr_random_id(uint8_t *out)
+{
+    uint64_t made[2];
     size_t done = 0;
-    while (done < sizeof process.ids) {
-        long got = syscall(SYS_getrandom, (uint8_t *)process.ids + done, sizeof process.ids - done, 0);
+    _Static_assert(sizeof made == KVR_REGION_ID_NBYTES, "two numbers are an id");
+    while (!process.ids_left && done < sizeof process.id_state) {
+        long got = syscall(SYS_getrandom, (uint8_t *)process.id_state + done, sizeof process.id_state - done, 0);
         if (got < 0 && errno != EINTR)
             return kvr_fail_errno("getrandom", errno);
         if (got > 0)
             done += (size_t)got;
     }
-    process.id_count = ID_BATCH;
+    process.ids_left = (process.ids_left ? process.ids_left : ID_BATCH) - 1;
+    made[0] = next_random(&process.id_state[0]);
+    made[1] = next_random(&process.id_state[1]);
+    memcpy(out, made, sizeof made);
     return KVR_OK;
-}
-
-int32_t kvr_random_id(uint8_t *out)
-{
-    int32_t status = KVR_OK;
-    kvr_handles_lock();
-    if (!process.id_count)
-        status = fill_ids();
-    if (!status)
-        memcpy(out, process.ids[--process.id_count], KVR_REGION_ID_NBYTES);
-    kvr_handles_unlock();
-    return status;
 }
 
 int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out)

@@ -55,7 +55,9 @@ static int32_t open_unnamed(const char *directory, int32_t *out)
         return kvr_fail_errno("open", errno);
     if (fd < 0) {
         /* A file system without O_TMPFILE: the name exists for a moment. */
+        kvr_handles_lock();
         status = kvr_random_id(random);
+        kvr_handles_unlock();
         if (status)
             return status;
         written = snprintf(path, sizeof path, "%s/.kvreuse-%02x%02x%02x%02x%02x%02x%02x%02x", directory, random[0], random[1],
@@ -109,12 +111,13 @@ static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, 
     int32_t access = KVR_ACCESS_NONE, status = fstat(fd, &found) ? kvr_fail_errno("fstat", errno) : KVR_OK;
     if (!status)
         status = access_of(fd, &access);
-    if (!status && !region_id)
-        status = kvr_random_id(fresh_id);
     if (status)
         return status;
     kvr_handles_lock();
-    status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
+    if (!region_id)
+        status = kvr_random_id(fresh_id);
+    if (!status)
+        status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
     if (!status) {
         kvr_region *region = (kvr_region *)object;
         region->fd = fd;

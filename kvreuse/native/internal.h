@@ -82,7 +82,7 @@ void kvr_unregister(kvr_object *object);
 void kvr_count_fds(int64_t delta);
 kvr_mapping *kvr_mapping_of(const kvr_region *region); /* any one, NULL if there is none */
 kvr_lock **kvr_locks(void);
-int32_t kvr_random_id(uint8_t *out); /* 16 bytes; without the handle mutex, not in a forked child */
+int32_t kvr_random_id(uint8_t *out); /* 16 bytes; not in a forked child */
 
 /* ---- memory (host.c) ---- */
 int32_t kvr_map_memory(int32_t fd, int64_t nbytes, int64_t offset_bytes, int32_t access, int32_t dontfork, const char *call,

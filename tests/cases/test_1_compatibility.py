@@ -176,15 +176,17 @@ def copied(tmp_path):
 def test_g2_a_hidden_extension_means_the_fallback(run_python, hidden):
     """G2: with one warning where a driver can be loaded, with none elsewhere."""
     code = """
-import sys, warnings
-import types
+import os, sys, warnings
 warnings.simplefilter("always")
 import importlib.util
 def load(reason):
     for name in [name for name in sys.modules if name.partition(".")[0] == "kvreuse"]:
         del sys.modules[name]
     spec = importlib.util.find_spec("kvreuse")
-    cuda = types.ModuleType("kvreuse._ctypes_cuda")
+    path = os.path.join(os.path.dirname(spec.origin), "_ctypes_cuda.py")
+    cuda_spec = importlib.util.spec_from_file_location("kvreuse._ctypes_cuda", path)
+    cuda = importlib.util.module_from_spec(cuda_spec)
+    cuda_spec.loader.exec_module(cuda)
     cuda.missing_reason = lambda: reason
     sys.modules["kvreuse._ctypes_cuda"] = cuda
     with warnings.catch_warnings(record=True) as seen:

@@ -91,7 +91,7 @@ def test_g3_a_record_that_is_8_bytes_larger_is_refused(installed_with, word, nam
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({}, "kvr_error of no bytes, expected 88"),
+        ({}, "kvr_error of no bytes, expected 104"),
         (_api.STRUCT_NBYTES | {"kvr_new": 8}, "kvr_new of 8 bytes, expected none"),
     ],
 )

@@ -27,7 +27,7 @@ from keeper_peers import (
 import kvreuse
 import kvreuse.testing
 from kvreuse._select import backend as local_backend
-from kvreuse.keeper import accounting, processes, protocol, server
+from kvreuse.keeper import accounting, held, processes, protocol, server
 
 RANK = kvreuse.Rank()
 EMPTY, RESTORED = kvreuse.OutcomeKind.EMPTY, kvreuse.OutcomeKind.RESTORED
@@ -269,8 +269,13 @@ def test_blocks_must_be_an_integer(client, blocks):
 
 
 def test_other_provider_is_not_supported(client):
-    with pytest.raises(kvreuse.NotSupportedError, match="cuda:0"):
+    """Unknown words at the keeper; CUDA where there is no driver at the worker, and nothing is left of the attach."""
+    for provider in ("shm", "cuda", "cuda:x"):
+        with pytest.raises(kvreuse.NotSupportedError, match="is unknown: expected"):
+            client.attach(manifest(), RANK, blocks=8, provider=provider)
+    with pytest.raises(kvreuse.NotSupportedError, match=r"libcuda\.so\.1"):
         client.attach(manifest(), RANK, blocks=8, provider="cuda:0")
+    assert client.status()["parts"] == []
 
 
 # ---- damage ----
@@ -630,6 +635,7 @@ def test_fault_at_any_step_of_the_keeper_leaves_nothing(folder, monkeypatch, kep
             with monkeypatch.context() as patch:
                 patch.setattr(server, "_backend", failing)
                 patch.setattr(accounting, "_backend", failing)
+                patch.setattr(held, "_backend", failing)
                 patch.setattr(server, "allocate_named", allocate)
                 try:
                     attach(client).close()
