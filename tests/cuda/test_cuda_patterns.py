@@ -6,7 +6,10 @@ package. The scenario passes on the code as it is: `test_scenario`.
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -123,6 +126,12 @@ C_FAULTS = {
         "    last_error.status = status;\n    last_error.detail = detail;\n"
         "    if (source) {\n        last_error.native_source = source;\n        last_error.native_code = code;\n    }\n",
     ),
+    "64-byte blob whose kind is guessed": (
+        "cuda.c",
+        "    if (kind == KVR_KIND_FABRIC) {\n        memcpy(token",
+        "    kind = fabric[0] ? KVR_KIND_FABRIC : KVR_KIND_POSIX_FD;\n"
+        "    if (kind == KVR_KIND_FABRIC) {\n        memcpy(token",
+    ),
     "import cache keyed by the fd's number": (
         "cuda.c",
         "    code = driver.cuMemImportFromShareableHandle(&native, shareable, kind);",
@@ -208,6 +217,63 @@ PYTHON_FAULTS = {
         "        native = _cache.setdefault(fd, native) if kind == 1 else native\n",
     ),
 }
+
+
+# pattern: (file, text, planted text, the test that finds it)
+CLASS_FAULTS = {
+    "kind is guessed from the payload": (
+        "handles.py",
+        "if shared.kind is HandleKind.POSIX_FD:\n            fd = shared.fileno()",
+        "if len(shared.payload) != 64 or True:\n            fd = shared._fd",
+        "test_cuda_provider.py::test_capabilities_by_trial",
+    ),
+    "attribute says fabric, create says 800": (
+        "handles.py",
+        "        try:\n            with self.allocate(mmap.PAGESIZE, kind=kind) as region:",
+        "        if kind is HandleKind.FABRIC and self._ordinal >= 0 and _backend.cuda_info(self._ordinal).fabric:\n"
+        '            return Capability(True, "attribute 128")\n'
+        "        try:\n            with self.allocate(mmap.PAGESIZE, kind=kind) as region:",
+        "test_2b_cases.py::test_e9_the_attribute_says_fabric_and_create_does_not",
+    ),
+    "uninitialised bytes in the record": (
+        "handles.py",
+        "            self.inode,\n            self._payload,\n        )",
+        "            self.inode,\n            self._payload or os.urandom(64),\n        )",
+        "test_cuda_provider.py::test_records_have_no_uninitialised_bytes",
+    ),
+    "fabric memory is not kept for its importers": (
+        "handles.py",
+        "exporter=self if is_fabric else None",
+        "exporter=None",
+        "test_cuda_provider.py::test_a_fabric_export_keeps_the_region",
+    ),
+    "pid reuse": (
+        "keeper/processes.py",
+        "if not start or start_time(pid) != start:",
+        "if not start:",
+        "../keeper/test_attach.py::test_a_pid_that_was_reused_is_no_proof",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", CLASS_FAULTS)
+def test_a_fault_planted_in_the_classes_is_found(fault, driver_dir, tmp_path):
+    file, text, planted, test = CLASS_FAULTS[fault]
+    package = tmp_path / "kvreuse"
+    shutil.copytree(Path(kvreuse.__file__).parent, package, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    source = (package / file).read_text()
+    assert source.count(text) == 1, f"{fault}: the text to plant it in is not there once"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "KVREUSE_TEST_PURE": "1", "KVREUSE_BACKEND": "auto"}
+    environ.pop("KVREUSE_CENSUS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / test)]
+    outcomes = []
+    for now in (source, source.replace(text, planted)):
+        (package / file).write_text(now)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+        )
+        outcomes.append(done.returncode)
+    assert outcomes == [0, 1], f"{fault}: {done.stdout[-2000:]}"
 
 
 @pytest.mark.parametrize("name", ["core", "fallback", "raw"])

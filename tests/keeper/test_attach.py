@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -563,6 +564,17 @@ def test_kernel_without_peer_pidfd(folder, monkeypatch, inodes_tell):
             assert part.outcome == kvreuse.Outcome(RESTORED, 1, "")
             client._sock.shutdown(2)
             assert client.group("default").readiness().ready
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_pid_that_was_reused_is_no_proof(monkeypatch):
+    """S5: between asking for the pid and opening its pidfd, another process got the number."""
+    starts = iter([100, 200])
+    monkeypatch.setattr(processes, "SO_PEERPIDFD", 9999)
+    monkeypatch.setattr(processes, "start_time", lambda pid: next(starts))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(OSError, match="Protocol not available"):
+        processes.peer_process(ours)
 
 
 def test_kernel_without_proof_of_death_refuses(folder, monkeypatch):
