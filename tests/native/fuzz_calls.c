@@ -2,7 +2,7 @@
  *
  *     fuzz_calls CALLS SEED
  *
- * Handles are live, closed or made up; numbers are often at their limits; the shared memory of parts is scribbled on now and then. Whatever
+ * The CUDA calls reach the libcuda.so.1 that is found: the tests' fake driver, or none. Handles are live, closed or made up; numbers are often at their limits; the shared memory of parts is scribbled on now and then. Whatever
  * comes, a call ends in a status. At the end everything is closed, and nothing may be open.
  */
 #define _GNU_SOURCE
@@ -18,7 +18,7 @@
 #define POOL 64
 #define FIXED 8 /* first places of the pool: the part's own handles */
 #define BATCH 40
-#define FUNCTIONS 41
+#define FUNCTIONS 48
 
 static uint64_t state;
 static int64_t handles[POOL];
@@ -221,6 +221,12 @@ static void fill_batch(batch *b)
         b->count = -1 - below(5);
 }
 
+static int32_t kind(void)
+{
+    static const int32_t kinds[] = {KVR_KIND_NONE, KVR_KIND_POSIX_FD, KVR_KIND_FABRIC};
+    return below(10) ? kinds[below(3)] : (int32_t)small(10);
+}
+
 static void one_call(void)
 {
     static batch b, out;
@@ -233,6 +239,9 @@ static void one_call(void)
     kvr_table_layout layout;
     kvr_restore_result restored;
     kvr_handle_counts counts;
+    kvr_cuda_info device;
+    kvr_cuda_observation looked;
+    uint8_t token[KVR_FABRIC_NBYTES];
     int64_t a = 0, c = 0, made = 0;
     uint32_t crc = 0;
     int32_t fd = -1, status;
@@ -421,6 +430,50 @@ static void one_call(void)
     case 39:
         count(kvr_table_verify(table(), b.slots, b.count, bytes));
         break;
+    case 40:
+        count(kvr_cuda_info_get((int32_t)small(3), &device));
+        break;
+    case 41:
+    case 42:
+        status = kvr_cuda_allocate((int32_t)small(2), below(3) ? 1 + below(5 << 20) : number(), kind(), (uint32_t)small(2), &region);
+        count(status);
+        if (!status)
+            keep(region.handle);
+        break;
+    case 43:
+    case 44: {
+        int64_t source = handle();
+        int32_t wanted = KVR_KIND_POSIX_FD;
+        memcpy(token, b.keys, sizeof token);
+        region.nbytes = region.physical_nbytes = number();
+        memcpy(region.region_id, b.keys, sizeof region.region_id);
+        if (!kvr_region_info_get(source, &region) && kvr_region_export(source, &fd)) {
+            wanted = KVR_KIND_FABRIC;
+            if (!kvr_cuda_export_fabric(source, token) && kvr_cuda_fabric_done(source))
+                abort();
+        }
+        if (!below(5))
+            wanted = kind();
+        if (!below(5))
+            token[below(64)] ^= (uint8_t)(1 << below(8));
+        status = kvr_cuda_import((int32_t)small(2), wanted, fd, token, below(5) ? region.nbytes : number(),
+                                 below(5) ? region.physical_nbytes : number(), region.region_id, &region);
+        count(status);
+        if (fd >= 0)
+            (void)close(fd);
+        if (!status)
+            keep(region.handle);
+        break;
+    }
+    case 45:
+        count(kvr_cuda_export_fabric(handle(), token));
+        break;
+    case 46:
+        count(kvr_cuda_fabric_done(handle()));
+        break;
+    case 47:
+        count(kvr_cuda_observe(handle(), &looked));
+        break;
     default:
         count(below(2) ? kvr_table_inventory(table(), small(40), BATCH, out.slots, out.generations, bytes, bytes_nbytes, &a, &c)
                        : kvr_table_stats_get(table(), &stats));
@@ -442,7 +495,12 @@ int main(int argc, char **argv)
     }
     close_part();
     for (i = FIXED; i < POOL; i++)
+        (void)kvr_mapping_unmap(handles[i]);
+    for (i = FIXED; i < POOL; i++) {
+        while (!kvr_cuda_fabric_done(handles[i]))
+            ;
         (void)kvr_region_close(handles[i]);
+    }
     (void)kvr_handle_counts_get(&left);
     printf("%lld calls: %lld ok, %lld refused; open at the end: %lld regions, %lld mappings, %lld tables, %lld locks, %lld fds\n",
            (long long)calls, (long long)calls_ok, (long long)calls_failed, (long long)left.regions, (long long)left.mappings,

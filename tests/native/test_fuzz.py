@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -27,10 +28,24 @@ def fuzz(root_dir, tmp_path_factory):
     return program
 
 
-def test_random_calls_end_in_a_status(fuzz):
+@pytest.fixture(scope="module")
+def environ(root_dir):
+    """With the fake CUDA driver as libcuda.so.1, where it can be built."""
+    sys.path.insert(0, str(root_dir / "tests" / "cuda"))
+    import fakedriver
+
+    if not fakedriver.cuda_headers():
+        pytest.skip("no cuda.h: install nvidia-cuda-runtime")
+    settings = "fabric_attribute=1,fabric_create_result=0"
+    return {**os.environ, "LD_LIBRARY_PATH": str(fakedriver.build()), "FAKE_CUDA": settings}
+
+
+def test_random_calls_end_in_a_status(fuzz, environ):
     """H2, H7: random handles, numbers, keys and damage; no report, and nothing is open at the end."""
     calls = os.environ.get("KVREUSE_FUZZ_CALLS", "20000")
     for seed in ("1", "3") if calls == "20000" else ("1",):
-        done = subprocess.run([fuzz, calls, seed], capture_output=True, text=True, check=False, timeout=1500)
+        done = subprocess.run(
+            [fuzz, calls, seed], capture_output=True, text=True, check=False, timeout=1500, env=environ
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         print(done.stdout)
