@@ -169,21 +169,29 @@ class Provider:
         return Capability(True, "allocated, exported, imported and read back")
 
     def _trial_in_second_process(self, region: Region) -> Capability:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with ours, theirs, region.export() as shared:
-            command = [sys.executable, "-m", "kvreuse.trial", self.name]
-            child = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, close_fds=True
-            )
-            try:
-                theirs.close()
-                shared.send(ours, TRIAL_TIMEOUT_S)
-                said, _ = child.communicate(timeout=TRIAL_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                return Capability(False, f"the second process did not import it within {TRIAL_TIMEOUT_S:g} s")
-            finally:
-                child.kill()
-                child.wait()
+        # With this process's own path: a module of the working directory must not come before the library.
+        code = "import sys; sys.path[:] = sys.argv[2:]; from kvreuse import trial; sys.exit(trial.main(sys.argv[1:2]))"
+        command = [sys.executable, "-c", code, self.name, *sys.path]
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            with (
+                ours,
+                theirs,
+                region.export() as shared,
+                subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+                ) as child,
+            ):
+                try:
+                    theirs.close()
+                    shared.send(ours, TRIAL_TIMEOUT_S)
+                    said, _ = child.communicate(timeout=TRIAL_TIMEOUT_S)
+                finally:
+                    child.kill()
+        except subprocess.TimeoutExpired:
+            return Capability(False, f"the second process did not import it within {TRIAL_TIMEOUT_S:g} s")
+        except OSError as error:
+            return Capability(False, f"the second process cannot be started: {error}")
         text = said.decode("utf-8", "replace").strip()
         if child.returncode == 0:
             return Capability(True, "allocated, exported, and imported and mapped by a second process")

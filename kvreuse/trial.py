@@ -1,12 +1,11 @@
 """The second process of Provider.capabilities(): imports what it is sent over its standard input, and maps it.
 
-python -m kvreuse.trial cuda:0
+Started by handles.py, with the first process's module path.
 """
 
 from __future__ import annotations
 
 import socket
-import sys
 
 from .errors import KVReuseError
 from .handles import TRIAL_TIMEOUT_S, Access, SharedHandle, open_provider
@@ -25,7 +24,3 @@ def main(arguments: list[str]) -> int:
     except KVReuseError as error:
         print(error)
         return 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 from .. import _api, _select, _status, _version
 from ..errors import (
     AttachRefusedError,
+    DriverError,
     ForkedError,
     IncompatibleError,
     KeeperUnavailableError,
+    KindMismatchError,
     KVReuseError,
     ProtocolError,
     RangeError,
+    SizeMismatchError,
 )
 from ..handles import HandleKind, open_provider
 from ..profile import Profile
@@ -38,6 +41,11 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT_S = 5.0
 LEAVE_S = 1.0
+
+
+# What a driver answers to memory that it can never use here: another device, a lost one, damage. Lack of fds or memory
+# is not among them: that passes.
+_UNUSABLE_MEMORY = (DriverError, IncompatibleError, KindMismatchError, SizeMismatchError)
 
 
 @dataclasses.dataclass
@@ -351,7 +359,7 @@ class Keeper:
         KeeperUnavailableError
             The keeper did not answer in time.
         """
-        from ..parts import Part
+        from ..parts import Outcome, OutcomeKind, Part
 
         self._check()
         count = _status.as_integer(blocks, "blocks")
@@ -428,11 +436,20 @@ class Keeper:
         )
         try:
             part = Part._open(attachment, manifest, rank)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(KVReuseError):
                 self._goodbye(attachment.part_id, attachment.session)
-            raise
-        self._parts.add(part)
+            if not (is_device and attachment.offered == "RESTORED" and isinstance(error, _UNUSABLE_MEMORY)):
+                raise
+            # R2: the driver does not take the retained memory, and will not at the next try either: begin anew.
+            reason = f"restore failed: {error}"
+        else:
+            self._parts.add(part)
+            return part
+        self.release(attachment.part_id)
+        left = max(0.0, deadline - time.monotonic())
+        part = self.attach(manifest, rank, blocks=blocks, group=group, provider=provider, regions=regions, timeout=left)
+        part.outcome = Outcome(OutcomeKind.EMPTY, 0, reason)
         return part
 
     def _donate(self, need: protocol.NeedRegions, regions: list[Region], deadline: float) -> tuple[Any, list[int]]:

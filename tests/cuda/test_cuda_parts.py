@@ -174,3 +174,37 @@ def test_an_attach_that_fails_leaves_nothing(call, run_cuda, keeper_path, backen
     )
     done = run_cuda(code, keeper_path, backend=backend_name)
     assert done.stdout.splitlines() == [call, "EMPTY"] or done.stdout.splitlines() == [call, "RESTORED"], done.stderr
+
+
+@pytest.mark.parametrize(("call", "code"), [("cuMemImportFromShareableHandle", 999), ("cuMemMap", 1)])
+def test_retained_memory_that_the_driver_refuses_is_given_up(
+    call, code, start_writer, run_cuda, keeper_path, backend_name
+):
+    """R2: a restore that fails ends EMPTY with the reason, in new memory: the worker need not wait for an operator."""
+    writer = start_writer()
+    assert [writer.stdout.readline() for _ in range(2)] == ["EMPTY new\n", "written\n"]
+    writer.kill()
+    writer.wait(20)
+    done = run_cuda(f"fake.fail_call({call!r}, {code})\n" + _READER, keeper_path, backend=backend_name)
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("EMPTY 0 restore failed: "), done.stderr
+    assert call in lines[0]
+    assert lines[1] == "0 []"
+
+
+def test_retained_memory_is_kept_where_only_the_moment_is_bad(start_writer, run_cuda, keeper_path, backend_name):
+    """K4: lack of memory or fds at the restore is an error, and the content is there for the next try."""
+    writer = start_writer()
+    assert [writer.stdout.readline() for _ in range(2)] == ["EMPTY new\n", "written\n"]
+    writer.kill()
+    writer.wait(20)
+    code = _HEAD + (
+        "fake.fail_call('cuMemAddressReserve', 2)\n"
+        "try: k.attach(MANIFEST, RANK, blocks=1000, provider='cuda:0')\n"
+        "except errors.OutOfMemoryError as error: print(error.call)\n"
+        "with k.attach(MANIFEST, RANK, blocks=1000, provider='cuda:0') as part: print(part.outcome)\n"
+        "k.close()\n"
+        "assert fake.live() == {}, fake.live()\n"
+    )
+    done = run_cuda(code, keeper_path, backend=backend_name)
+    assert done.stdout == "cuMemAddressReserve\nRESTORED(8)\n", done.stderr
