@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml kvreuse/_version.py \
 	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/*.pxi kvreuse/native/*.c kvreuse/native/*.h)
 CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
 
-.PHONY: run test test-gpu pure sdist lint asan fuzz bench capi clean FORCE
+.PHONY: run test test-gpu pure sdist lint asan fuzz tsan bench capi clean FORCE
 .DELETE_ON_ERROR:
 
 run: $(VENV)/installed
@@ -39,6 +39,13 @@ asan: $(VENV)/installed
 
 fuzz: $(VENV)/installed
 	KVREUSE_FUZZ_CALLS=1000000 $(BIN)/pytest -q -s tests/native/test_fuzz.py
+
+# Threads on one another's handles under ThreadSanitizer, over the fake driver; -R: it wants addresses where they always are.
+tsan: $(VENV)/installed
+	gcc -std=c11 -g -O1 -fsanitize=thread -Wno-tsan -Iinclude -Ikvreuse/native tests/native/stress_handles.c kvreuse/native/*.c \
+		-pthread -o $(VENV)/stress_handles
+	cd tests/cuda && LD_LIBRARY_PATH=$$(../../$(BIN)/python -c 'import fakedriver; print(fakedriver.build())') \
+		FAKE_CUDA=fabric_attribute=1,fabric_create_result=0 setarch -R ../../$(VENV)/stress_handles 20000
 
 # On a machine with a GPU: the life of CUDA memory on its driver, and what that answers. Without one it says so.
 test-gpu: $(VENV)/installed
