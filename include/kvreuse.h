@@ -133,6 +133,7 @@ extern "C" {
 #define KVR_DETAIL_CUDA_HANDLE_TYPES 74     /* v0 kind declared, v1 kinds that the allocation was made with (bits) */
 #define KVR_DETAIL_CUDA_LOCATION 75         /* v0 device ordinal expected, v1 location type, v2 location id */
 #define KVR_DETAIL_IMPORT_PHYSICAL 76       /* v0 nbytes, v1 physical nbytes: fewer */
+#define KVR_DETAIL_NEEDS_EXTENSION 78       /* the fallback cannot: v0 mapping */
 #define KVR_DETAIL_NO_HOST_ADDRESS 77       /* v0 mapping: device memory, which the CPU cannot read */
 
 /* ---- sorts of handles ---- */

@@ -108,6 +108,7 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_DETAIL_CUDA_HANDLE_TYPES
     const int64_t KVR_DETAIL_CUDA_LOCATION
     const int64_t KVR_DETAIL_IMPORT_PHYSICAL
+    const int64_t KVR_DETAIL_NEEDS_EXTENSION
     const int64_t KVR_DETAIL_NO_HOST_ADDRESS
     const int64_t KVR_SORT_REGION
     const int64_t KVR_SORT_MAPPING

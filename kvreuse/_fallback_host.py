@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from . import _api, _status
-from . import _ctypes_dlpack as dlpack
 from . import _ctypes_libc as libc
 from . import _ctypes_structs as c
 
@@ -675,23 +674,13 @@ def mapping_buffer(mapping: Any) -> MappingBuffer:
 def mapping_dlpack(mapping: Any, device_type: Any, device_id: Any, is_versioned: Any) -> Any:
     call = "mapping_dlpack"
     handle = _status.as_integer(mapping, "mapping")
-    device_type = _status.as_integer(device_type, "device_type", *INT32)
-    device_id = _status.as_integer(device_id, "device_id", *INT32)
+    _status.as_integer(device_type, "device_type", *INT32)
+    _status.as_integer(device_id, "device_id", *INT32)
     with lock:
-        thing = find(handle, Mapping, call)
+        find(handle, Mapping, call)
         check_fork(call)
-        thing.holds += 1
-
-    def done() -> None:
-        with lock:
-            thing.holds -= 1
-
-    flags = 0 if thing.access == c.KVR_ACCESS_READ_WRITE else dlpack.READ_ONLY
-    try:
-        return dlpack.capsule(thing.address, thing.nbytes, device_type, device_id, bool(is_versioned), flags, done)
-    except BaseException:
-        done()
-        raise
+    # A consumer may call the deleter while an exception is set, or after Python's end: a ctypes callback crashes then.
+    raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_NEEDS_EXTENSION, (handle,), call)
 
 
 def mapping_use(mapping: Any, delta: Any) -> None:

@@ -37,6 +37,7 @@ from .errors import (
     ProfileError,
     ProtocolError,
     SizeMismatchError,
+    StaleHandleError,
     SystemCallError,
     WaitTimeoutError,
 )
@@ -101,8 +102,10 @@ class Provider:
     """Where memory comes from. Made by `open_provider`."""
 
     def __init__(self, name: str, profile: Profile | None = None) -> None:
+        if not isinstance(name, str):
+            raise TypeError(f"a provider's name must be a str, not {type(name).__name__}")
         kind, _, ordinal = name.partition(":")
-        if not (name == "host" or (kind == "cuda" and ordinal.isascii() and ordinal.isdigit())):
+        if len(ordinal) > 10 or not (name == "host" or (kind == "cuda" and ordinal.isascii() and ordinal.isdigit())):
             raise NotSupportedError(f'provider {name!r} is unknown: expected "host" or "cuda:N"')
         self.name = name
         self._ordinal = -1 if name == "host" else _status.as_integer(int(ordinal), "the device ordinal", 0, 2**31 - 1)
@@ -169,6 +172,8 @@ class Provider:
         return Capability(True, "allocated, exported, imported and read back")
 
     def _trial_in_second_process(self, region: Region) -> Capability:
+        if not sys.executable:
+            return Capability(False, "there is no interpreter to start a second process with")
         # With this process's own path: a module of the working directory must not come before the library.
         code = "import sys; sys.path[:] = sys.argv[2:]; from kvreuse import trial; sys.exit(trial.main(sys.argv[1:2]))"
         command = [sys.executable, "-c", code, self.name, *sys.path]
@@ -336,7 +341,9 @@ class Provider:
 
 
 def _is_about_kind(error: KVReuseError) -> bool:
-    return not error.native_code or (error.native_source == "cuda" and error.call == "cuMemCreate")
+    return not error.native_code or (
+        error.native_source == "cuda" and error.call in ("cuMemCreate", "cuMemGetAllocationGranularity")
+    )
 
 
 def _as_kind(kind: Any) -> HandleKind:
@@ -376,7 +383,8 @@ class _Owned:
             Still mapped, viewed or in flight; nothing changed.
         """
         if self._handle:
-            self._close_handle(self._handle)
+            with contextlib.suppress(StaleHandleError):  # another thread has just closed it
+                self._close_handle(self._handle)
             self._handle = 0
 
     def __enter__(self) -> Any:

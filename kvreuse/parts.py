@@ -212,7 +212,8 @@ class Part:
                 part.outcome.reason,
             )
         except BaseException:
-            part._close_memory()
+            with contextlib.suppress(KVReuseError):  # the first error is the one to tell
+                part._close_memory()
             part._closed = True
             raise
         return part
@@ -548,7 +549,8 @@ class Part:
             for item in open_slots:
                 item._drop_views()
             # The binding to the table is one use; whatever is more can still reach the memory.
-            used = sum(_backend.mapping_info(mapping).use_count - 1 for mapping in self._mappings)
+            bound = int(self._ordinal < 0)  # device memory is not bound
+            used = sum(_backend.mapping_info(mapping).use_count - bound for mapping in self._mappings)
             if used:
                 raise BusyError(
                     f"{used} view(s) of the part's slots are still used, by a numpy array say: drop them first",
@@ -557,8 +559,8 @@ class Part:
                 )
             for item in open_slots:
                 item._end(quiet=True)
-            self._closed = True
             self._close_memory()
+            self._closed = True
         with contextlib.suppress(KVReuseError):
             # The keeper may be gone; it learns of the end from the process then.
             self._keeper._goodbye(self._attachment.part_id, self._attachment.session)
@@ -568,12 +570,13 @@ class Part:
         if self._table:
             _backend.table_close(self._table)
             self._table = 0
-        for mapping in self._mappings:
-            _backend.mapping_unmap(mapping)
-        self._mappings.clear()
-        for region in self._regions:
-            _backend.region_close(region)
-        self._regions = []
+        # One by one: where the driver refuses one, closing again goes on from there.
+        while self._mappings:
+            _backend.mapping_unmap(self._mappings[-1])
+            self._mappings.pop()
+        while self._regions:
+            _backend.region_close(self._regions[-1])
+            self._regions.pop()
 
     def __enter__(self) -> Part:
         return self

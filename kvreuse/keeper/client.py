@@ -45,7 +45,10 @@ LEAVE_S = 1.0
 
 # What a driver answers to memory that it can never use here: another device, a lost one, damage. Lack of fds or memory
 # is not among them: that passes.
-_UNUSABLE_MEMORY = (DriverError, IncompatibleError, KindMismatchError, SizeMismatchError)
+def _is_for_good(error: BaseException) -> bool:
+    if isinstance(error, DriverError):
+        return error.call == "cuMemImportFromShareableHandle"
+    return isinstance(error, (IncompatibleError, KindMismatchError, SizeMismatchError))
 
 
 @dataclasses.dataclass
@@ -439,7 +442,7 @@ class Keeper:
         except BaseException as error:
             with contextlib.suppress(KVReuseError):
                 self._goodbye(attachment.part_id, attachment.session)
-            if not (is_device and attachment.offered == "RESTORED" and isinstance(error, _UNUSABLE_MEMORY)):
+            if not (is_device and attachment.offered == "RESTORED" and _is_for_good(error)):
                 raise
             # R2: the driver does not take the retained memory, and will not at the next try either: begin anew.
             reason = f"restore failed: {error}"

@@ -528,6 +528,8 @@ int32_t kvr_mapping_take(int64_t handle, const char *call, kvr_mapping_info *out
     status = find_mapping(handle, call, &mapping);
     if (!status)
         status = kvr_forked(call);
+    if (!status && mapping->is_unmapped)
+        status = kvr_fail(KVR_ERROR_STALE_HANDLE, KVR_DETAIL_HANDLE_STALE, call, handle, 0, 0, 0);
     if (!status) {
         mapping->hold_count++;
         describe_mapping(mapping, out);

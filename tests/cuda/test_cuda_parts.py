@@ -111,6 +111,7 @@ def test_a_killed_workers_device_memory_is_restored(more, start_writer, run_cuda
     writer.wait(20)
     done = run_cuda(_READER, keeper_path, backend=backend_name)
     assert done.stdout == "RESTORED 8 \n8 ['A', 'B', 'C', 'D', 'E', 'F', 'G', 'H']\n", done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_memory_given_back_is_no_content(start_writer, run_cuda, keeper_path, backend_name):
@@ -208,3 +209,36 @@ def test_retained_memory_is_kept_where_only_the_moment_is_bad(start_writer, run_
     )
     done = run_cuda(code, keeper_path, backend=backend_name)
     assert done.stdout == "cuMemAddressReserve\nRESTORED(8)\n", done.stderr
+
+
+def test_a_close_that_the_driver_refuses_goes_on_from_there(run_cuda, keeper_path, backend_name):
+    """Closing again closes the rest, and only then the part is given back."""
+    code = _HEAD + (
+        "part = k.attach(MANIFEST, RANK, blocks=1000, provider='cuda:0')\n"
+        "fake.fail_call('cuMemUnmap', 999)\n"
+        "try: part.close()\n"
+        "except errors.DriverError as error: print(error.call)\n"
+        "part.close()\n"
+        "assert fake.live() == {}, fake.live()\n"
+        "k.attach(MANIFEST, RANK, blocks=1000, provider='cuda:0').close()\n"
+        "k.close()\n"
+    )
+    done = run_cuda(code, keeper_path, backend=backend_name)
+    assert (done.stdout, done.returncode, done.stderr) == ("cuMemUnmap\n", 0, "")
+
+
+def test_one_bad_moment_of_the_driver_costs_no_cache(start_writer, run_cuda, keeper_path, backend_name):
+    """K4: an unknown error of the reservation is an error; the content is there for the next try."""
+    writer = start_writer()
+    assert [writer.stdout.readline() for _ in range(2)] == ["EMPTY new\n", "written\n"]
+    writer.kill()
+    writer.wait(20)
+    code = _HEAD + (
+        "fake.fail_call('cuMemAddressReserve', 999)\n"
+        "try: k.attach(MANIFEST, RANK, blocks=1000, provider='cuda:0')\n"
+        "except errors.DriverError as error: print(error.call)\n"
+        "with k.attach(MANIFEST, RANK, blocks=1000, provider='cuda:0') as part: print(part.outcome)\n"
+        "k.close()\n"
+    )
+    done = run_cuda(code, keeper_path, backend=backend_name)
+    assert (done.stdout, done.returncode) == ("cuMemAddressReserve\nRESTORED(8)\n", 0), done.stderr
