@@ -9,22 +9,20 @@ import importlib
 import importlib.util
 import itertools
 import os
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import peer_ctypes
+from rounds import CALLS, take_turns, timed
 
-CALLS, ROUNDS = 100, 61
 NAMES = ("allocate", "export", "import", "map", "observe", "unmap", "close", "echo")
 EXTRA_NS = 100  # a core call may cost so much more than its system calls
 
@@ -59,13 +57,6 @@ def measure_floor(floor) -> dict[str, float]:
     for fd in (*fds, *made):
         os.close(fd)
     return times
-
-
-def timed(function, *columns) -> tuple[float, list]:
-    """ns a call over columns of arguments, and the results. `map` calls as C does: the loop itself costs a few ns."""
-    begun = time.perf_counter_ns()
-    results = list(map(function, *columns))
-    return (time.perf_counter_ns() - begun) / CALLS, results
 
 
 def measure_calls(calls) -> dict[str, float]:
@@ -107,13 +98,7 @@ def measure() -> dict[str, dict[str, float]]:
             if importlib.util.find_spec(f"kvreuse._{name}"):
                 backend = importlib.import_module(f"kvreuse._{name}")
                 sources[name] = lambda backend=backend: measure_calls(backend)
-        rounds = {name: [] for name in sources}
-        order = random.Random(0)
-        for _ in range(ROUNDS):
-            # What ran before leaves the kernel's queues in another state: nobody always comes after the same one.
-            for name in order.sample(sorted(sources), len(sources)):
-                sources[name]()  # its code and memory are warm, then it counts
-                rounds[name].append(sources[name]())
+        rounds = take_turns(sources)
     found = {
         name: {call: statistics.median(one[call] for one in each) for call in NAMES} for name, each in rounds.items()
     }

@@ -10,29 +10,21 @@ import ctypes
 import importlib
 import importlib.util
 import os
-import random
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "cuda"))
-import fakedriver
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1] / "tests" / "cuda")]
+import fakedriver  # noqa: E402
+from rounds import CALLS, take_turns, timed  # noqa: E402
 
-CALLS, ROUNDS = 100, 61
 NAMES = ("create", "export", "import", "properties", "release")
 NBYTES = 2 << 20
-
-
-def timed(function, *columns):
-    begun = time.perf_counter_ns()
-    results = list(map(function, *columns))
-    return (time.perf_counter_ns() - begun) / CALLS, results
 
 
 def build_floor(folder: Path, driver: Path):
@@ -148,12 +140,7 @@ def measure():
         if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
             for name, peer in (("driver", driver_calls()), ("_v2", v2_calls())):
                 sources[name] = lambda peer=peer: measure_peer(*peer)
-        rounds = {name: [] for name in sources}
-        order = random.Random(0)
-        for _ in range(ROUNDS):
-            for name in order.sample(sorted(sources), len(sources)):
-                sources[name]()  # its code and memory are warm, then it counts
-                rounds[name].append(sources[name]())
+        rounds = take_turns(sources)
         library.cuCtxSetCurrent(None)
         counters = fake.counters()
         fake.reset()

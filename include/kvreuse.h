@@ -133,7 +133,6 @@ extern "C" {
 #define KVR_DETAIL_CUDA_HANDLE_TYPES 74     /* v0 kind declared, v1 kinds that the allocation was made with (bits) */
 #define KVR_DETAIL_CUDA_LOCATION 75         /* v0 device ordinal expected, v1 location type, v2 location id */
 #define KVR_DETAIL_IMPORT_PHYSICAL 76       /* v0 nbytes, v1 physical nbytes: fewer */
-#define KVR_DETAIL_NEEDS_EXTENSION 78       /* the fallback cannot: v0 mapping */
 #define KVR_DETAIL_NO_HOST_ADDRESS 77       /* v0 mapping: device memory, which the CPU cannot read */
 
 /* ---- sorts of handles ---- */
@@ -159,6 +158,7 @@ extern "C" {
 
 #define KVR_MAP_DONTFORK 1          /* a forked child does not get this mapping (madvise MADV_DONTFORK) */
 #define KVR_IMPORT_ALLOW_UNSEALED 1 /* accept memory whose size the peer could change (file fallback) */
+#define KVR_CLOSE_WAIT_NS 1000000000 /* how long closing waits for other threads' calls on the same thing */
 #define KVR_REGION_NAME_NBYTES 200  /* largest name of a memfd, without the final NUL */
 #define KVR_REGION_ID_NBYTES 16
 #define KVR_PLACEMENT_COUNT_MAX 1024
@@ -202,7 +202,7 @@ typedef struct kvr_region_info {
 typedef struct kvr_mapping_info {
     int64_t handle;
     int64_t region;      /* handle of the region */
-    uint64_t address;    /* first byte in this process; of CUDA memory: a device address */
+    uint64_t address;    /* first byte in this process; CUDA: a device address, 0 after an unmap that failed half-way */
     int64_t nbytes;      /* bytes that a view may use: the region's nbytes */
     int32_t access;      /* KVR_ACCESS_... */
     int32_t use_count;   /* views and parts that use it */
@@ -526,7 +526,7 @@ int32_t kvr_region_map(int64_t region, int32_t access, uint32_t flags, kvr_mappi
  * In: region without mappings, and of which every fabric handle given out is done.
  * Out: nothing.  Owner: the handle is consumed.  After failure: still open.
  * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(REGION_MAPPED, FABRIC_GIVEN_OUT, HANDLE_IN_CALL), FORKED; CUDA: by the driver.
- * Threads: any; may block in the kernel.  Since: 1 */
+ * Threads: any; may block in the kernel; waits up to KVR_CLOSE_WAIT_NS for calls of other threads on it.  Since: 1 */
 int32_t kvr_region_close(int64_t region);
 
 /* Tell what is kept about a mapping.
@@ -542,8 +542,8 @@ int32_t kvr_mapping_use(int64_t mapping, int32_t delta);
 /* Unmap.
  * In: mapping that nothing uses.  Out: nothing.  Owner: the handle is consumed.  After failure: still mapped; CUDA: or, where
  *   only giving back the addresses failed, unmapped, with the handle there for another try.
- * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(MAPPING_IN_USE), FORKED, SYSTEM_CALL; CUDA: by the driver.
- * Threads: any; may block.  Since: 1 */
+ * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(MAPPING_IN_USE, HANDLE_IN_CALL), FORKED, SYSTEM_CALL; CUDA: by the driver.
+ * Threads: any; may block; waits up to KVR_CLOSE_WAIT_NS for calls of other threads on it.  Since: 1 */
 int32_t kvr_mapping_unmap(int64_t mapping);
 
 /* ==== CUDA memory: libcuda.so.1 is loaded at the first call; nothing links to it ====

@@ -108,7 +108,6 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_DETAIL_CUDA_HANDLE_TYPES
     const int64_t KVR_DETAIL_CUDA_LOCATION
     const int64_t KVR_DETAIL_IMPORT_PHYSICAL
-    const int64_t KVR_DETAIL_NEEDS_EXTENSION
     const int64_t KVR_DETAIL_NO_HOST_ADDRESS
     const int64_t KVR_SORT_REGION
     const int64_t KVR_SORT_MAPPING
@@ -127,6 +126,7 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_ORIGIN_IMPORTED
     const int64_t KVR_MAP_DONTFORK
     const int64_t KVR_IMPORT_ALLOW_UNSEALED
+    const int64_t KVR_CLOSE_WAIT_NS
     const int64_t KVR_REGION_NAME_NBYTES
     const int64_t KVR_REGION_ID_NBYTES
     const int64_t KVR_PLACEMENT_COUNT_MAX

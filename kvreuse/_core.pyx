@@ -203,7 +203,7 @@ cdef int _check_length(str name, int64_t found, int64_t expected, str unit) exce
 
 
 cdef bytes _exact_bytes(object value, str name):
-    if not isinstance(value, bytes):
+    if type(value) is not bytes:
         raise _status.buffer_error(name, value, "bytes")
     return value
 

@@ -231,12 +231,11 @@ def _pinned(handle: int, what: str) -> Iterator[Any]:
             values = (handle, c.KVR_PROVIDER_HOST)
             raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_PROVIDER, values, what)
         host.check_fork(what)
-        region.calls += 1
+        host.call_begin(region)
     try:
         yield region
     finally:
-        with host.lock:
-            region.calls -= 1
+        host.call_end(region)
 
 
 def _export(region: Any, kind: int) -> bytes:
@@ -387,11 +386,10 @@ def cuda_observe(region: Any) -> _api.CudaObservation:
             with host.lock:
                 mapping = host.mapping_of(thing)
                 if mapping is not None:
-                    mapping.holds += 1  # it stays while it is looked at
+                    host.call_begin(mapping)
             if mapping is not None:
                 try:
                     _observe_mapping(thing.provider, mapping.address, out)
                 finally:
-                    with host.lock:
-                        mapping.holds -= 1
+                    host.call_end(mapping)
     return _api.CudaObservation(**out)

@@ -8,6 +8,7 @@ import mmap
 import os
 import stat
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ UINT64 = (0, 2**64 - 1)
 
 # Guards handles and what they name. Re-entrant: a finalizer may close something while this thread is in here.
 lock: Any = threading.RLock()
+_idle = threading.Condition(lock)  # a call on something has ended
 
 
 # ---- CRC32C ----
@@ -92,7 +94,7 @@ def check_length(name: str, found: int, expected: int, unit: str) -> None:
 
 
 def as_bytes(value: Any, name: str) -> bytes:
-    if not isinstance(value, bytes):
+    if type(value) is not bytes:
         raise _status.buffer_error(name, value, "bytes")
     return value
 
@@ -189,7 +191,19 @@ class MappingBuffer(mmap.mmap):
 class Mapping:
     """A mapping of a region; `buffer` is None for CUDA memory."""
 
-    __slots__ = ("access", "address", "buffer", "closing", "handle", "holds", "is_unmapped", "nbytes", "region", "uses")
+    __slots__ = (
+        "access",
+        "address",
+        "buffer",
+        "calls",
+        "closing",
+        "handle",
+        "holds",
+        "is_unmapped",
+        "nbytes",
+        "region",
+        "uses",
+    )
     sort = c.KVR_SORT_MAPPING
 
     def __init__(self, region: Region, buffer: MappingBuffer | None, address: int, access: int) -> None:
@@ -201,19 +215,22 @@ class Mapping:
         self.access = access
         self.uses = 0  # by mapping_use: callers may drop these
         self.holds = 0  # by tables and calls that read it; views are counted by the buffer
+        self.calls = 0  # as of a region
         self.closing = False
         self.is_unmapped = False  # CUDA: only the addresses are left to give back
 
     def info(self) -> _api.MappingInfo:
         uses = self.uses + self.holds + (libc.export_count(self.buffer) if self.buffer is not None else 0)
-        return _api.MappingInfo(self.handle, self.region.handle, self.address, self.nbytes, self.access, uses)
+        address = 0 if self.is_unmapped else self.address
+        return _api.MappingInfo(self.handle, self.region.handle, address, self.nbytes, self.access, uses)
 
 
 def mapping_of(region: Region) -> Mapping | None:
     """Find any mapping of a region. The caller holds `lock`."""
     if not region.mapping_count:
         return None
-    return next((o for o in _objects if type(o) is Mapping and o.region is region and not o.closing), None)
+    mappings = (o for o in _objects if type(o) is Mapping and o.region is region)
+    return next((o for o in mappings if not o.closing and not o.is_unmapped), None)
 
 
 _GENERATION_MAX = 2**31 - 1
@@ -270,6 +287,31 @@ def find(handle: int, sort: type[T], call: str) -> T:
     return thing
 
 
+def call_begin(thing: Any) -> None:
+    """Say that this call works on a thing while it lets `lock` go. The caller holds `lock`."""
+    thing.calls += 1
+
+
+def call_end(thing: Any) -> None:
+    """Say that it is done. The caller does not hold `lock`."""
+    with lock:
+        thing.calls -= 1
+        _idle.notify_all()
+
+
+def find_idle(handle: int, sort: type[T], call: str) -> T:
+    """Find what is to be closed, once no call is on it; others' are waited for. The caller holds `lock`."""
+    until = 0.0
+    while True:
+        thing: Any = find(handle, sort, call)
+        check_fork(call)
+        if not thing.calls:
+            return thing  # type: ignore[no-any-return]
+        until = until or time.monotonic() + c.KVR_CLOSE_WAIT_NS / 1e9
+        if not _idle.wait(until - time.monotonic()):
+            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_HANDLE_IN_CALL, (handle,), call)
+
+
 def check_fork(call: str) -> None:
     """Refuse to work in a forked child of the process that owns the state."""
     if _is_forked:
@@ -277,9 +319,10 @@ def check_fork(call: str) -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _is_forked, lock
+    global _is_forked, lock, _idle
     _is_forked = True
     lock = threading.RLock()  # another thread of the parent may have held the old one
+    _idle = threading.Condition(lock)
     for buffer in _buffers:
         # Its destructor would unmap an address that may be another mapping's here: MADV_DONTFORK left a hole.
         libc.keep_for_ever(buffer)
@@ -465,12 +508,11 @@ def region_export(region: Any) -> int:
                 return fcntl.fcntl(thing.fd, fcntl.F_DUPFD_CLOEXEC, 0)
             except OSError as error:
                 raise _status.from_errno("fcntl", error.errno or 0) from None
-        thing.calls += 1
+        call_begin(thing)
     try:
         return int(_cuda().export_fd(thing))
     finally:
-        with lock:
-            thing.calls -= 1
+        call_end(thing)
 
 
 def region_import(
@@ -591,7 +633,7 @@ def region_map(region: Any, access: Any, flags: Any) -> _api.MappingInfo:
                 raise
             thing.mapping_count += 1
             return _api.MappingInfo(mapping.handle, handle, mapping.address, mapping.nbytes, access, 0)
-        thing.calls += 1
+        call_begin(thing)
     try:
         mapping = Mapping(thing, None, _cuda().map_region(thing, access, call), access)
         try:
@@ -603,24 +645,20 @@ def region_map(region: Any, access: Any, flags: Any) -> _api.MappingInfo:
             raise
         return mapping.info()
     finally:
-        with lock:
-            thing.calls -= 1
+        call_end(thing)
 
 
 def region_close(region: Any) -> None:
     call = "region_close"
     handle = _status.as_integer(region, "region")
     with lock:
-        thing = find(handle, Region, call)
-        check_fork(call)
+        thing = find_idle(handle, Region, call)
         if thing.mapping_count:
             values = (handle, thing.mapping_count)
             raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_REGION_MAPPED, values, call)
         if thing.fabric_count:
             values = (handle, thing.fabric_count)
             raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_FABRIC_GIVEN_OUT, values, call)
-        if thing.calls:
-            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_HANDLE_IN_CALL, (handle,), call)
         if thing.provider == c.KVR_PROVIDER_HOST:
             unregister(thing)
             fd, thing.fd = thing.fd, -1
@@ -674,13 +712,25 @@ def mapping_buffer(mapping: Any) -> MappingBuffer:
 def mapping_dlpack(mapping: Any, device_type: Any, device_id: Any, is_versioned: Any) -> Any:
     call = "mapping_dlpack"
     handle = _status.as_integer(mapping, "mapping")
-    _status.as_integer(device_type, "device_type", *INT32)
-    _status.as_integer(device_id, "device_id", *INT32)
+    device_type = _status.as_integer(device_type, "device_type", *INT32)
+    device_id = _status.as_integer(device_id, "device_id", *INT32)
+    from . import _ctypes_dlpack  # which imports numpy
+
     with lock:
-        find(handle, Mapping, call)
+        thing = find(handle, Mapping, call)
         check_fork(call)
-    # A consumer may call the deleter while an exception is set, or after Python's end: a ctypes callback crashes then.
-    raise _status.make(c.KVR_ERROR_NOT_SUPPORTED, c.KVR_DETAIL_NEEDS_EXTENSION, (handle,), call)
+        if thing.is_unmapped:
+            raise _status.make(c.KVR_ERROR_STALE_HANDLE, c.KVR_DETAIL_HANDLE_STALE, (handle,), call)
+        thing.holds += 1
+
+    def done() -> None:
+        with lock:
+            thing.holds -= 1
+
+    # Before DLPack 1.0 it cannot be said: the classes ask for that only of writable mappings.
+    is_read_only = bool(is_versioned) and thing.access != c.KVR_ACCESS_READ_WRITE
+    view = _ctypes_dlpack.View(thing.address, thing.nbytes, is_read_only, done)  # from here on it ends the hold
+    return _ctypes_dlpack.capsule(view, device_type, device_id, bool(is_versioned))
 
 
 def mapping_use(mapping: Any, delta: Any) -> None:
@@ -698,8 +748,7 @@ def mapping_unmap(mapping: Any) -> None:
     call = "mapping_unmap"
     handle = _status.as_integer(mapping, "mapping")
     with lock:
-        thing = find(handle, Mapping, call)
-        check_fork(call)
+        thing = find_idle(handle, Mapping, call)
         is_used = thing.uses > 0 or thing.holds > 0
         if not is_used and thing.buffer is not None:
             try:

@@ -144,8 +144,6 @@ DETAILS: dict[int, str] = {
     75: "the allocation is at location type {1}, id {2}: expected device {0} (type 1)",
     76: "nbytes {0} and physical_nbytes {1} do not fit: physical_nbytes must be as many or more",
     77: "mapping {0} is device memory: the CPU cannot read it; view it by DLPack or __cuda_array_interface__",
-    78: "this needs the extension (kvreuse.backend is fallback): view host memory by its buffer, CUDA by "
-    "__cuda_array_interface__",
 }
 
 _CODES = _errno.errorcode

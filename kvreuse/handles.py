@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import enum
 import errno
+import fcntl
 import mmap
 import os
 import select
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -298,6 +299,8 @@ class Provider:
         DriverError
             The driver refused.
         """
+        if not isinstance(shared, SharedHandle):
+            raise TypeError(f"import_region takes a SharedHandle, not {type(shared).__name__}")
         if self._ordinal < 0 and shared.kind is not HandleKind.POSIX_FD:
             raise NotSupportedError(
                 f"provider {self.name} cannot import kind {shared.kind.name}: it imports POSIX_FD",
@@ -314,30 +317,30 @@ class Provider:
         if self._ordinal >= 0:
             return Region(self.name, self._import_cuda(shared), {})
         unsealed = self._profile is not None and self._profile.handles.file_fallback
-        info = _backend.region_import(
-            shared.fileno(),
-            shared.nbytes,
-            shared.physical_nbytes,
-            shared.region_id,
-            shared.device,
-            shared.inode,
-            IMPORT_ALLOW_UNSEALED if unsealed else 0,
-        )
+        with shared._own_fd() as fd:
+            info = _backend.region_import(
+                fd,
+                shared.nbytes,
+                shared.physical_nbytes,
+                shared.region_id,
+                shared.device,
+                shared.inode,
+                IMPORT_ALLOW_UNSEALED if unsealed else 0,
+            )
         return Region(self.name, info.handle, {})
 
     def _import_cuda(self, shared: SharedHandle) -> int:
+        record = (shared.nbytes, shared.physical_nbytes, shared.region_id)
         # The branch is on the descriptor's own kind (H3).
-        fd, token = -1, bytes(PAYLOAD_NBYTES[HandleKind.FABRIC])
         if shared.kind is HandleKind.POSIX_FD:
-            fd = shared.fileno()
-        elif self._profile is not None and self._profile.handles.fabric == "off":
+            none = bytes(PAYLOAD_NBYTES[HandleKind.FABRIC])
+            with shared._own_fd() as fd:
+                return _backend.cuda_import(self._ordinal, int(shared.kind), fd, none, *record).handle
+        if self._profile is not None and self._profile.handles.fabric == "off":
             raise ProfileError(
                 'the profile says [handles] fabric = "off": a fabric handle is not imported', status=-21, name="PROFILE"
             )
-        else:
-            token = shared.payload
-        sizes = (shared.nbytes, shared.physical_nbytes)
-        return _backend.cuda_import(self._ordinal, int(shared.kind), fd, token, *sizes, shared.region_id).handle
+        return _backend.cuda_import(self._ordinal, int(shared.kind), -1, shared.payload, *record).handle
 
 
 def _is_about_kind(error: KVReuseError) -> bool:
@@ -553,7 +556,15 @@ class Mapping(_Owned):
 
     @property
     def address(self) -> int:
-        """Address of the first byte in this process; valid until close."""
+        """Address of the first byte in this process, of CUDA memory a device address; valid until close.
+
+        Raises
+        ------
+        HandleClosedError
+            Closed; or a close whose memory is unmapped, but which the driver did not let end.
+        """
+        if self._region._ordinal >= 0 and not _backend.mapping_info(self.handle).address:
+            raise HandleClosedError("the mapping is unmapped: close it again", status=-3, name="HANDLE_CLOSED")
         _ = self.handle
         return self._address
 
@@ -735,6 +746,19 @@ class SharedHandle:
             raise ForkedError("the fd belongs to the parent process", status=-26, name="FORKED")
         return self._fd
 
+    @contextlib.contextmanager
+    def _own_fd(self) -> Iterator[int]:
+        """Give a copy of the fd for a call: another thread may close this object, and the number be reused."""
+        with self._lock:
+            try:
+                fd = fcntl.fcntl(self.fileno(), fcntl.F_DUPFD_CLOEXEC, 0)
+            except OSError as error:
+                raise _status.from_errno("fcntl", error.errno or 0) from None
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
     def close(self) -> None:
         """Close the fd; the record can still be read. Closing again does nothing.
 
@@ -888,9 +912,14 @@ class SharedHandle:
             The peer did not read within `timeout` seconds.
         """
         _check_unix(sock)
-        fds = [self.fileno()] if self.kind is HandleKind.POSIX_FD else []
+        if self.kind is HandleKind.POSIX_FD:
+            with self._own_fd() as fd:
+                self._send(sock, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))], timeout)
+        else:
+            self._send(sock, [], timeout)
+
+    def _send(self, sock: socket.socket, ancillary: list[tuple[int, int, bytes]], timeout: float) -> None:
         data = self.to_bytes()
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd)) for fd in fds]
         deadline = time.monotonic() + timeout
         sent = None
         while sent is None:

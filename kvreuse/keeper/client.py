@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from .. import _api, _select, _status, _version
 from ..errors import (
     AttachRefusedError,
@@ -362,7 +364,7 @@ class Keeper:
         KeeperUnavailableError
             The keeper did not answer in time.
         """
-        from ..parts import Outcome, OutcomeKind, Part
+        from ..parts import Part
 
         self._check()
         count = _status.as_integer(blocks, "blocks")
@@ -445,15 +447,14 @@ class Keeper:
             if not (is_device and attachment.offered == "RESTORED" and _is_for_good(error)):
                 raise
             # R2: the driver does not take the retained memory, and will not at the next try either: begin anew.
-            reason = f"restore failed: {error}"
+            reason = protocol.clip(f"restore failed: {error}", 2048)
         else:
             self._parts.add(part)
             return part
-        self.release(attachment.part_id)
+        self._release(protocol.Release(serial=0, part_id=attachment.part_id, reason=reason))
+        # The keeper tells the reason with the new, empty part.
         left = max(0.0, deadline - time.monotonic())
-        part = self.attach(manifest, rank, blocks=blocks, group=group, provider=provider, regions=regions, timeout=left)
-        part.outcome = Outcome(OutcomeKind.EMPTY, 0, reason)
-        return part
+        return self.attach(manifest, rank, blocks=blocks, group=group, provider=provider, regions=regions, timeout=left)
 
     def _donate(self, need: protocol.NeedRegions, regions: list[Region], deadline: float) -> tuple[Any, list[int]]:
         reply: Any = need
@@ -589,7 +590,10 @@ class Keeper:
         InvalidHandleError
             No such part.
         """
-        done, _ = self._request(lambda serial: protocol.Release(serial=serial, part_id=part_id or b""))
+        return self._release(protocol.Release(serial=0, part_id=part_id or b""))
+
+    def _release(self, message: protocol.Release) -> int:
+        done, _ = self._request(lambda serial: msgspec.structs.replace(message, serial=serial))
         return int(done.value)
 
     def _readiness(self, group: str, dp: int, wait_s: float) -> protocol.ReadinessReply:

@@ -115,9 +115,10 @@ class GetReadiness(_Message, frozen=True, kw_only=True):
 
 
 class Release(_Message, frozen=True, kw_only=True):
-    """Free a part that has no writer; an empty id: all of them."""
+    """Free a part that has no writer; an empty id: all of them. The next attach is told the reason."""
 
     part_id: bytes
+    reason: str = "released by an operator"
 
 
 class Welcome(_Message, frozen=True, kw_only=True):

@@ -877,7 +877,7 @@ class Keeper:
         else:
             chosen = [part for part in self._parts.values() if part.writer is None]
         for part in chosen:
-            self._retire(part, "released by an operator")
+            self._retire(part, protocol.clip(request.reason, 4096))
         self._send(client, protocol.Done(serial=request.serial, value=len(chosen)))
 
     # ---- telling ----

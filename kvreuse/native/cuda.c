@@ -208,33 +208,18 @@ static kvr_cu_allocation_prop properties(int32_t ordinal, int32_t kind)
     return prop;
 }
 
-/* region_id NULL: a new one. */
 static int32_t add_region(uint64_t native, int32_t ordinal, int64_t nbytes, int64_t physical_nbytes, int32_t kind, int32_t origin,
                           const uint8_t *region_id, const char *call, kvr_region_info *out)
 {
-    kvr_object *object;
-    uint8_t fresh_id[KVR_REGION_ID_NBYTES];
-    int32_t status = KVR_OK;
-    kvr_handles_lock();
-    if (!region_id)
-        status = kvr_random_id(fresh_id);
-    if (!status)
-        status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
-    if (!status) {
-        kvr_region *region = (kvr_region *)object;
-        region->fd = -1;
-        region->provider = ordinal;
-        region->native = native;
-        region->nbytes = nbytes;
-        region->physical_nbytes = physical_nbytes;
-        region->kind = kind;
-        region->access = KVR_ACCESS_READ_WRITE;
-        region->origin = origin;
-        memcpy(region->region_id, region_id ? region_id : fresh_id, sizeof region->region_id);
-        kvr_describe_region(region, out);
-    }
-    kvr_handles_unlock();
-    return status;
+    kvr_region made = {.fd = -1,
+                       .provider = ordinal,
+                       .native = native,
+                       .nbytes = nbytes,
+                       .physical_nbytes = physical_nbytes,
+                       .kind = kind,
+                       .access = KVR_ACCESS_READ_WRITE,
+                       .origin = origin};
+    return kvr_add_region(&made, region_id, call, out);
 }
 
 static int32_t allocate(const device *target, int64_t nbytes, int32_t kind, const char *call, kvr_region_info *out)
@@ -373,16 +358,16 @@ static int32_t pin(int64_t handle, const char *call, kvr_region **out, const dev
         status = kvr_forked(call);
     if (!status) {
         *target = &driver.devices[(*out)->provider];
-        object->calls++;
+        kvr_call_begin(object);
     }
     kvr_handles_unlock();
     return status;
 }
 
-static void unpin(kvr_region *region)
+static void unpin(kvr_object *object)
 {
     kvr_handles_lock();
-    region->object.calls--;
+    kvr_call_end(object);
     kvr_handles_unlock();
 }
 
@@ -432,7 +417,7 @@ int32_t kvr_cuda_export_fabric(int64_t handle, uint8_t *out_fabric)
                  ? export(target, region->native, KVR_KIND_FABRIC, payload)
                  : kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_KIND_NOT_EXPORTABLE, call, region->kind, 0, 0, 0);
     kvr_handles_lock();
-    region->object.calls--;
+    kvr_call_end(&region->object);
     if (!status) {
         region->fabric_count++;
         memcpy(out_fabric, payload, sizeof payload);
@@ -602,17 +587,15 @@ int32_t kvr_cuda_observe(int64_t handle, kvr_cuda_observation *out)
         kvr_handles_lock();
         mapping = kvr_mapping_of(region);
         if (mapping)
-            mapping->hold_count++; /* it stays while it is looked at */
+            kvr_call_begin(&mapping->object);
         kvr_handles_unlock();
         if (mapping) {
             observe_mapping(target, (uint64_t)(uintptr_t)mapping->address, &seen);
-            kvr_handles_lock();
-            mapping->hold_count--;
-            kvr_handles_unlock();
+            unpin(&mapping->object);
         }
         leave(target, previous);
         *out = seen;
     }
-    unpin(region);
+    unpin(&region->object);
     return status;
 }

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "internal.h"
@@ -46,6 +47,8 @@ static struct {
     int64_t capacity;
     kvr_lock *locks;
     int64_t owner_pid;
+    pthread_cond_t idle; /* the last call on something has ended */
+    int64_t waiting;
     int64_t ids_left;
     uint64_t id_state[2]; /* of region ids: a forked child makes none */
 } process __attribute__((aligned(64))) = {.mutex = PTHREAD_MUTEX_INITIALIZER};
@@ -65,7 +68,12 @@ static void after_fork_in_child(void)
 
 __attribute__((constructor)) static void start(void)
 {
+    pthread_condattr_t clock;
     process.owner_pid = getpid();
+    (void)pthread_condattr_init(&clock);
+    (void)pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    (void)pthread_cond_init(&process.idle, &clock);
+    (void)pthread_condattr_destroy(&clock);
     (void)pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
 
@@ -266,10 +274,40 @@ kvr_mapping *kvr_mapping_of(const kvr_region *region)
     int64_t i;
     for (i = 0; i < process.slot_count && region->mapping_count; i++) {
         kvr_object *object = slot_at(i)->object;
-        if (object && object->sort == KVR_SORT_MAPPING && !object->closing && ((kvr_mapping *)object)->region == region)
+        const kvr_mapping *mapping = (const kvr_mapping *)object;
+        if (object && object->sort == KVR_SORT_MAPPING && !object->closing && mapping->region == region && !mapping->is_unmapped)
             return (kvr_mapping *)object;
     }
     return NULL;
+}
+
+void kvr_call_begin(kvr_object *object) { object->calls++; }
+
+void kvr_call_end(kvr_object *object)
+{
+    if (!--object->calls && process.waiting)
+        pthread_cond_broadcast(&process.idle);
+}
+
+int32_t kvr_find_idle(int64_t handle, int32_t sort, const char *call, kvr_object **out)
+{
+    struct timespec until = {0, 0};
+    for (;;) {
+        int32_t status = kvr_find(handle, sort, call, out);
+        if (!status)
+            status = kvr_forked(call);
+        if (status || !(*out)->calls)
+            return status;
+        if (!until.tv_sec) {
+            clock_gettime(CLOCK_MONOTONIC, &until);
+            until.tv_sec += KVR_CLOSE_WAIT_NS / 1000000000;
+        }
+        process.waiting++;
+        status = pthread_cond_timedwait(&process.idle, &process.mutex, &until);
+        process.waiting--;
+        if (status)
+            return kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_HANDLE_IN_CALL, call, handle, 0, 0, 0);
+    }
 }
 
 int32_t kvr_handle_counts_get(kvr_handle_counts *out)

@@ -77,7 +77,7 @@ static int32_t open_unnamed(const char *directory, int32_t *out)
     return KVR_OK;
 }
 
-void kvr_describe_region(const kvr_region *region, kvr_region_info *out)
+static void describe_region(const kvr_region *region, kvr_region_info *out)
 {
     memset(out, 0, sizeof *out);
     out->handle = region->object.handle;
@@ -101,18 +101,11 @@ int32_t kvr_is_host(const kvr_region *region, const char *call)
                : kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_PROVIDER, call, region->object.handle, region->provider, 0, 0);
 }
 
-/* Make a region of fd, which it owns on success. region_id NULL: a new one. */
-static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, int32_t kind, int32_t origin,
-                           const uint8_t *region_id, const char *call, kvr_region_info *out)
+int32_t kvr_add_region(const kvr_region *made, const uint8_t *region_id, const char *call, kvr_region_info *out)
 {
-    struct stat found;
     uint8_t fresh_id[KVR_REGION_ID_NBYTES];
     kvr_object *object;
-    int32_t access = KVR_ACCESS_NONE, status = fstat(fd, &found) ? kvr_fail_errno("fstat", errno) : KVR_OK;
-    if (!status)
-        status = access_of(fd, &access);
-    if (status)
-        return status;
+    int32_t status = KVR_OK;
     kvr_handles_lock();
     if (!region_id)
         status = kvr_random_id(fresh_id);
@@ -120,21 +113,37 @@ static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, 
         status = kvr_register(NULL, KVR_SORT_REGION, call, &object);
     if (!status) {
         kvr_region *region = (kvr_region *)object;
-        region->fd = fd;
-        region->provider = KVR_PROVIDER_HOST;
-        region->nbytes = nbytes;
-        region->physical_nbytes = physical_nbytes;
-        region->kind = kind;
-        region->access = access;
-        region->origin = origin;
-        region->device = (uint64_t)found.st_dev;
-        region->inode = (uint64_t)found.st_ino;
+        kvr_object head = *object;
+        *region = *made;
+        region->object = head;
         memcpy(region->region_id, region_id ? region_id : fresh_id, sizeof region->region_id);
-        kvr_count_fds(1);
-        kvr_describe_region(region, out);
+        if (region->fd >= 0)
+            kvr_count_fds(1);
+        describe_region(region, out);
     }
     kvr_handles_unlock();
     return status;
+}
+
+/* Make a region of fd, which it owns on success. region_id NULL: a new one. */
+static int32_t make_region(int32_t fd, int64_t nbytes, int64_t physical_nbytes, int32_t kind, int32_t origin,
+                           const uint8_t *region_id, const char *call, kvr_region_info *out)
+{
+    struct stat found;
+    kvr_region made = {.fd = fd,
+                       .provider = KVR_PROVIDER_HOST,
+                       .nbytes = nbytes,
+                       .physical_nbytes = physical_nbytes,
+                       .kind = kind,
+                       .origin = origin};
+    int32_t status = fstat(fd, &found) ? kvr_fail_errno("fstat", errno) : KVR_OK;
+    if (!status)
+        status = access_of(fd, &made.access);
+    if (status)
+        return status;
+    made.device = (uint64_t)found.st_dev;
+    made.inode = (uint64_t)found.st_ino;
+    return kvr_add_region(&made, region_id, call, out);
 }
 
 /* Give fresh memory its size, and the seals or the blocks that keep it. */
@@ -212,7 +221,7 @@ int32_t kvr_region_info_get(int64_t handle, kvr_region_info *out)
     kvr_handles_lock();
     status = find_region(handle, "region_info", &region);
     if (!status)
-        kvr_describe_region(region, out);
+        describe_region(region, out);
     kvr_handles_unlock();
     return status;
 }
@@ -230,11 +239,11 @@ int32_t kvr_region_export(int64_t handle, int32_t *out_fd)
     if (!status && region->kind != KVR_KIND_POSIX_FD)
         status = kvr_fail(KVR_ERROR_NOT_SUPPORTED, KVR_DETAIL_KIND_NOT_EXPORTABLE, call, region->kind, 0, 0, 0);
     if (!status && region->provider != KVR_PROVIDER_HOST) {
-        region->object.calls++;
+        kvr_call_begin(&region->object);
         kvr_handles_unlock();
         status = kvr_cuda_export_fd(region, out_fd);
         kvr_handles_lock();
-        region->object.calls--;
+        kvr_call_end(&region->object);
     } else if (!status) {
         fd = fcntl(region->fd, F_DUPFD_CLOEXEC, 0);
         if (fd < 0)
@@ -380,7 +389,7 @@ static void describe_mapping(const kvr_mapping *mapping, kvr_mapping_info *out)
     memset(out, 0, sizeof *out);
     out->handle = mapping->object.handle;
     out->region = mapping->region->object.handle;
-    out->address = (uint64_t)(uintptr_t)mapping->address;
+    out->address = mapping->is_unmapped ? 0 : (uint64_t)(uintptr_t)mapping->address;
     out->nbytes = mapping->nbytes;
     out->access = mapping->access;
     out->use_count = mapping->use_count + mapping->hold_count;
@@ -411,12 +420,12 @@ int32_t kvr_region_map(int64_t handle, int32_t access, uint32_t flags, kvr_mappi
         status = check_map(region, access, flags, call);
     if (!status && region->provider != KVR_PROVIDER_HOST) {
         uint64_t device_address = 0;
-        region->object.calls++;
+        kvr_call_begin(&region->object);
         kvr_handles_unlock();
         status = kvr_cuda_map(region, access, call, &device_address);
         address = (uint8_t *)(uintptr_t)device_address;
         kvr_handles_lock();
-        region->object.calls--;
+        kvr_call_end(&region->object);
     } else if (!status) {
         status = kvr_map_memory(region->fd, region->nbytes, 0, access, (int32_t)(flags & KVR_MAP_DONTFORK), call, &address);
     }
@@ -444,18 +453,17 @@ int32_t kvr_region_map(int64_t handle, int32_t access, uint32_t flags, kvr_mappi
 int32_t kvr_region_close(int64_t handle)
 {
     static const char call[] = "region_close";
-    kvr_region *region;
+    kvr_object *object;
+    kvr_region *region = NULL;
     int32_t fd = -1, status;
     kvr_handles_lock();
-    status = find_region(handle, call, &region);
+    status = kvr_find_idle(handle, KVR_SORT_REGION, call, &object);
     if (!status)
-        status = kvr_forked(call);
+        region = (kvr_region *)object;
     if (!status && region->mapping_count)
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_REGION_MAPPED, call, handle, region->mapping_count, 0, 0);
     if (!status && region->fabric_count)
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_FABRIC_GIVEN_OUT, call, handle, region->fabric_count, 0, 0);
-    if (!status && region->object.calls)
-        status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_HANDLE_IN_CALL, call, handle, 0, 0, 0);
     if (!status && region->provider != KVR_PROVIDER_HOST) {
         region->object.closing = 1;
         kvr_handles_unlock();
@@ -550,12 +558,13 @@ void kvr_mapping_hold(int64_t handle, int32_t delta)
 int32_t kvr_mapping_unmap(int64_t handle)
 {
     static const char call[] = "mapping_unmap";
-    kvr_mapping *mapping;
+    kvr_object *object;
+    kvr_mapping *mapping = NULL;
     int32_t status;
     kvr_handles_lock();
-    status = find_mapping(handle, call, &mapping);
+    status = kvr_find_idle(handle, KVR_SORT_MAPPING, call, &object);
     if (!status)
-        status = kvr_forked(call);
+        mapping = (kvr_mapping *)object;
     if (!status && (mapping->use_count || mapping->hold_count))
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_MAPPING_IN_USE, call, handle, 0, 0, 0);
     if (!status) {

@@ -79,6 +79,11 @@ int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **ou
 /* Give an object a handle. object NULL: zeroed memory for a region or a mapping, gone at kvr_unregister. */
 int32_t kvr_register(kvr_object *object, int32_t sort, const char *call, kvr_object **out);
 void kvr_unregister(kvr_object *object);
+/* A call that lets the mutex go works on the object until it says that it is done. */
+void kvr_call_begin(kvr_object *object);
+void kvr_call_end(kvr_object *object);
+/* Find what is to be closed, once no call is on it: others' are waited for, at most KVR_CLOSE_WAIT_NS; not in a forked child. */
+int32_t kvr_find_idle(int64_t handle, int32_t sort, const char *call, kvr_object **out);
 void kvr_count_fds(int64_t delta);
 kvr_mapping *kvr_mapping_of(const kvr_region *region); /* any one, NULL if there is none */
 kvr_lock **kvr_locks(void);
@@ -88,7 +93,8 @@ int32_t kvr_random_id(uint8_t *out); /* 16 bytes; not in a forked child */
 int32_t kvr_map_memory(int32_t fd, int64_t nbytes, int64_t offset_bytes, int32_t access, int32_t dontfork, const char *call,
                        uint8_t **out);
 int64_t kvr_page_nbytes(void);
-void kvr_describe_region(const kvr_region *region, kvr_region_info *out);
+/* Give a region a handle; region_id NULL: a new id. Without the handle mutex. */
+int32_t kvr_add_region(const kvr_region *made, const uint8_t *region_id, const char *call, kvr_region_info *out);
 int32_t kvr_is_host(const kvr_region *region, const char *call); /* KVR_OK, or the error for a call that needs host memory */
 /* For the extension's buffers: +1 or -1 view. */
 int32_t kvr_mapping_view(int64_t mapping, int32_t delta, kvr_mapping_info *out);

@@ -830,6 +830,16 @@ print("ok")
     assert done.stdout == "ok\n", done.stderr
 
 
+def test_bytes_are_exactly_bytes(backend):
+    """H8: an id or a payload of a class of bytes is refused alike."""
+
+    class Bytes(bytes):
+        pass
+
+    with pytest.raises(TypeError, match="region_id must be bytes, not Bytes"):
+        backend.region_import(0, 1, 4096, Bytes(16), 0, 0, 0)
+
+
 def test_importing_leaves_the_gil_as_it_was(backend, run_python):
     """A free-threaded interpreter turns the GIL on, and says so, for an extension that does not declare itself safe."""
     code = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -24,35 +25,60 @@ def driver_dir() -> Path:
     return fakedriver.build()
 
 
-@pytest.fixture
-def run_cuda(run_python, driver_dir):
-    """`run_python` with the fake driver as libcuda.so.1: ``run_cuda(code, *args, settings={...}, backend=...)``.
-
-    The code finds `fake` (the driver's control), `kvreuse`, `os`, `sys` and `ctypes` imported.
-    """
-    head = (
+@pytest.fixture(scope="session")
+def cuda_head(driver_dir) -> str:
+    """The first lines of a program over the fake driver: `fake` is its control; kvreuse, errors, os, sys, ctypes."""
+    return (
         f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n"
         "import ctypes, os, fakedriver\nfrom pathlib import Path\n"
         f"fake = fakedriver.Fake(Path({str(driver_dir)!r}))\n"
         "import kvreuse\nfrom kvreuse import errors\n"
     )
 
-    def run(code, *args, settings=None, env=None, **more):
-        environ = {"LD_LIBRARY_PATH": str(driver_dir), **(env or {})}
-        if settings:
-            environ["FAKE_CUDA"] = ",".join(f"{key}={value}" for key, value in settings.items())
-        return run_python(head + code, *args, env=environ, **more)
+
+def environ_of(driver_dir, settings) -> dict[str, str]:
+    """Where the fake driver is found, and its settings."""
+    found = {"LD_LIBRARY_PATH": str(driver_dir)}
+    if settings:
+        found["FAKE_CUDA"] = ",".join(f"{key}={value}" for key, value in settings.items())
+    return found
+
+
+@pytest.fixture
+def run_cuda(run_python, cuda_head, driver_dir):
+    """`run_python` with the fake driver as libcuda.so.1: ``run_cuda(code, *args, settings={...}, backend=...)``."""
+
+    def run(code, *args, settings=None, **more):
+        return run_python(cuda_head + code, *args, env=environ_of(driver_dir, settings), **more)
 
     return run
 
 
 @pytest.fixture
-def run_scenario(driver_dir, root_dir):
+def start_cuda(cuda_head, driver_dir):
+    """Start a program like `run_cuda`'s: a Popen whose stdout is a pipe; at the end it is killed."""
+    started = []
+
+    def start(code, *args, backend, settings=None):
+        environ = {**os.environ, **environ_of(driver_dir, settings), "KVREUSE_BACKEND": backend}
+        command = [sys.executable, "-W", "error", "-c", cuda_head + code, *args]
+        process = subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(20)
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture
+def run_scenario(driver_dir):
     """Run scenario.py over "core", "fallback" or a compiled library; of another package folder if one is given."""
 
     def run(name, package_root=None):
-        import os
-
         path = [str(package_root)] if package_root else []
         path += [each for each in (os.environ.get("PYTHONPATH"),) if each]
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "KVREUSE_BACKEND": "auto"}

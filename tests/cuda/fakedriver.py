@@ -8,6 +8,7 @@ import importlib.util
 import os
 import subprocess
 import tempfile
+import time
 from ctypes import c_char_p, c_int32, c_int64
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,8 @@ class Fake:
             ("fake_last_violation", None, [c_char_p, c_int64]),
             ("fake_hide", None, [c_char_p, c_int32]),
             ("fake_drain", None, []),
+            ("fake_hold", None, [c_char_p]),
+            ("fake_held", c_int32, []),
             ("fake_reset_calls", None, []),
             ("cuCtxSetCurrent", c_int32, [ctypes.c_void_p]),
         ):
@@ -152,6 +155,17 @@ class Fake:
 
     def hide(self, name: str, hidden: bool = True) -> None:
         self._fake_hide(name.encode(), hidden)
+
+    def hold(self, name: str) -> None:
+        """Make calls of this name wait in the driver; "": let them go."""
+        self._fake_hold(name.encode())
+
+    def wait_held(self, timeout: float = 20.0) -> None:
+        """Wait until a call is held."""
+        deadline = time.monotonic() + timeout
+        while not self._fake_held():
+            assert time.monotonic() < deadline, "no call came"
+            os.sched_yield()
 
     def drain(self) -> None:
         self._fake_drain()

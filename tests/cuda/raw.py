@@ -6,6 +6,8 @@ So that a fault planted in the C text can be shown to be found.
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +26,24 @@ TYPES = {
 }
 
 
-def compile_library(native: Path, out: Path) -> Path:
-    """Compile the C of a folder like kvreuse/native."""
-    sources = sorted(map(str, native.glob("*.c")))
-    command = ["cc", "-std=c11", "-O1", "-g", "-fPIC", "-shared", "-fstack-protector-all", "-w"]
-    command += [f"-I{ROOT / 'include'}", f"-I{native}", *sources, "-pthread", "-ldl", "-o", str(out)]
-    subprocess.run(command, check=True, timeout=120)
+@functools.cache
+def _compile(source: bytes, headers: tuple[tuple[str, bytes], ...], folder: Path) -> Path:
+    """Compile one file, once for the same text: of a copy with a planted fault all others are as they were."""
+    made = folder / hashlib.sha256(repr((source, headers)).encode()).hexdigest()
+    made.mkdir(parents=True)
+    for name, text in headers:
+        (made / name).write_bytes(text)
+    (made / "source.c").write_bytes(source)
+    command = ["cc", "-std=c11", "-O1", "-g", "-fPIC", "-c", "-fstack-protector-all", "-w", f"-I{ROOT / 'include'}"]
+    subprocess.run([*command, "source.c", "-o", "source.o"], check=True, timeout=120, cwd=made)
+    return made / "source.o"
+
+
+def compile_library(native: Path, out: Path, objects: Path) -> Path:
+    """Compile the C of a folder like kvreuse/native; `objects` is where the compiled files are kept."""
+    headers = tuple((path.name, path.read_bytes()) for path in sorted(native.glob("*.h")))
+    files = [str(_compile(path.read_bytes(), headers, objects)) for path in sorted(native.glob("*.c"))]
+    subprocess.run(["cc", "-shared", *files, "-pthread", "-ldl", "-o", str(out)], check=True, timeout=120)
     return out
 
 

@@ -133,7 +133,7 @@ def test_e12_fresh_threads_small_stacks_and_exit(provider, backend_name, run_cud
         "bad = []\n"
         "def life():\n"
         "    with p.allocate(10) as r, r.map() as m:\n"
-        "        r.observe()\n"
+        "        r.observe(); m.__dlpack__()\n"
         "        with r.export() as s, p.import_region(s) as o, o.map(): o.observe()\n"
         "def work():\n"
         "    try: life()\n"

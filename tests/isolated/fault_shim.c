@@ -5,7 +5,9 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <sched.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/syscall.h>
@@ -22,6 +24,7 @@ static _Thread_local const char *names[CALLS_MAX];
 static _Thread_local int32_t details[CALLS_MAX];
 static void *mapped[MAPPED_MAX];
 static int32_t no_tmpfile;
+static _Atomic int32_t is_holding, is_held;
 
 /* Count from now on; call number n (from 1) fails with errno_value; 0: none fails. */
 void arm(int32_t n, int32_t errno_value)
@@ -38,6 +41,15 @@ int32_t disarm(void)
     is_armed = 0;
     return seen;
 }
+
+/* munmap of such a mapping takes until this is 0 again; munmap_is_held() tells when one has begun. */
+void hold_munmap(int32_t on)
+{
+    atomic_store(&is_held, 0);
+    atomic_store(&is_holding, on);
+}
+
+int32_t munmap_is_held(void) { return atomic_load(&is_held); }
 
 /* open() with O_TMPFILE answers EOPNOTSUPP, and is not counted. */
 void refuse_tmpfile(int32_t on) { no_tmpfile = on; }
@@ -185,6 +197,10 @@ int munmap(void *address, size_t nbytes)
     REAL("munmap", munmap_function);
     if (i >= 0 && fails("munmap", 0))
         return -1;
+    while (i >= 0 && atomic_load(&is_holding)) {
+        atomic_store(&is_held, 1);
+        (void)sched_yield();
+    }
     if (i >= 0)
         mapped[i] = NULL;
     return real(address, nbytes);

@@ -68,3 +68,45 @@ def test_the_check_can_fail(run_faults, good, bad, complaint):
     done = run_faults(operation, code)
     assert done.returncode != 0
     assert complaint in done.stderr
+
+
+def test_a_long_munmap_stops_nobody_else(run_python, fault_shim, backends_present):
+    """K7: giving back much memory takes long; others use the library meanwhile, and the mapping is gone for them.
+
+    The core only: Python's own mmap.close() of the fallback keeps the GIL.
+    """
+    if "core" not in backends_present:
+        pytest.skip("no extension in this build")
+    code = """
+import ctypes, os, threading
+import kvreuse._core as backend
+from kvreuse import errors
+shim = ctypes.CDLL(os.environ["LD_PRELOAD"])
+region = backend.host_allocate(4096, 1, "n", None).handle
+mapping, other = (backend.region_map(region, 3, 0).handle for _ in range(2))
+shim.hold_munmap(1)
+thread = threading.Thread(target=backend.mapping_unmap, args=(mapping,))
+thread.start()
+while not shim.munmap_is_held():
+    os.sched_yield()
+assert backend.region_info(region).mapping_count == 2
+assert backend.mapping_info(other).nbytes == 4096
+try:
+    backend.mapping_info(mapping)
+except errors.StaleHandleError:
+    pass
+else:
+    raise AssertionError("it can be used while it goes")
+try:
+    backend.region_close(region)
+except errors.BusyError:
+    pass
+shim.hold_munmap(0)
+thread.join(20)
+backend.mapping_unmap(other)
+backend.region_close(region)
+assert backend.handle_counts() == (0, 0, 0, 0, 0)
+print("ok")
+"""
+    done = run_python(code, env={"LD_PRELOAD": str(fault_shim)})
+    assert done.stdout == "ok\n", done.stderr

@@ -105,6 +105,15 @@ def test_closed_connection_is_refused(client):
         client.status()
 
 
+def test_a_connection_that_python_closed_is_a_cut_one(client):
+    """At the interpreter's exit the socket may go before what uses it: connected anew, or told, but no other error."""
+    part = client.attach(manifest(), kvreuse.Rank(), blocks=8)
+    client._sock.close()
+    part.close()
+    client._sock.close()
+    assert client.status()["parts"][0]["state"] == "WAITING"
+
+
 def test_dropped_connection_warns(path):
     client = kvreuse.connect(path)
     with pytest.warns(ResourceWarning, match="dropped without close"):

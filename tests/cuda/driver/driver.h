@@ -82,6 +82,8 @@ void fake_call_log(char *out, int64_t capacity);
 void fake_last_violation(char *out, int64_t capacity);
 void fake_hide(const char *name, int32_t hidden); /* from cuGetProcAddress_v2 */
 void fake_drain(void); /* let all work end now */
+void fake_hold(const char *name); /* calls of this name wait, without the driver's mutex, until it is "" */
+int32_t fake_held(void); /* how many wait */
 
 /* ---- inside ---- */
 
@@ -155,6 +157,8 @@ typedef struct fake_state {
     int32_t fail_code;
     int32_t sticky;
     char violation[256];
+    char held_name[64];
+    int32_t held;
     fake_call calls[FAKE_NAMES_MAX];
     int call_count;
     fake_call *log[FAKE_LOG_MAX];

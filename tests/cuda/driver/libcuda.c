@@ -24,6 +24,7 @@
 #include "driver.h"
 
 fake_state fake = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+static pthread_cond_t fake_released = PTHREAD_COND_INITIALIZER;
 static __thread uint64_t current_context;
 
 /* ---- settings ---- */
@@ -119,6 +120,11 @@ int32_t fake_enter(fake_call **site, const char *name, int flags)
     pthread_mutex_lock(&fake.mutex);
     if (!*site)
         *site = call_named(name);
+    while (!strcmp(fake.held_name, name)) {
+        fake.held++;
+        pthread_cond_wait(&fake_released, &fake.mutex);
+        fake.held--;
+    }
     (*site)->count++;
     if (!fake.set.lean && fake.counters.calls < FAKE_LOG_MAX)
         fake.log[fake.counters.calls] = *site;
@@ -156,6 +162,23 @@ void fake_fail_call(const char *name, int64_t nth, int32_t code)
     found->fail_in = nth;
     found->fail_code = code;
     pthread_mutex_unlock(&fake.mutex);
+}
+
+void fake_hold(const char *name)
+{
+    pthread_mutex_lock(&fake.mutex);
+    snprintf(fake.held_name, sizeof fake.held_name, "%s", name);
+    pthread_cond_broadcast(&fake_released);
+    pthread_mutex_unlock(&fake.mutex);
+}
+
+int32_t fake_held(void)
+{
+    int32_t held;
+    pthread_mutex_lock(&fake.mutex);
+    held = fake.held;
+    pthread_mutex_unlock(&fake.mutex);
+    return held;
 }
 
 void fake_sticky(int32_t code) { fake.sticky = code; }
@@ -440,6 +463,7 @@ CUresult cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocatio
 CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *prop, unsigned long long flags)
 {
     allocation *made;
+    char name[64];
     ENTER(FAKE_NEEDS_CONTEXT);
     if (bad_prop(prop) || flags)
         REFUSE(flags ? "cuMemCreate: flags" : bad_prop(prop));
@@ -450,7 +474,8 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CU
     if ((int64_t)size > fake.set.memory_total)
         RETURN(CUDA_ERROR_OUT_OF_MEMORY);
     made = calloc(1, sizeof *made);
-    made->fd = fake.set.lean ? -1 : memfd_create(FAKE_MEMORY_NAME, MFD_CLOEXEC);
+    snprintf(name, sizeof name, FAKE_MEMORY_NAME "%d", prop->location.id);
+    made->fd = fake.set.lean ? -1 : memfd_create(name, MFD_CLOEXEC);
     if (!fake.set.lean && (made->fd < 0 || ftruncate(made->fd, (off_t)size))) {
         if (made->fd >= 0)
             close(made->fd);
@@ -611,16 +636,19 @@ static int32_t import_memory(int fd, int32_t kinds, int32_t location, CUmemGener
     return code;
 }
 
-static int is_fake_memory(int fd)
+/* The device that memory of this driver is on, which its name ends in; -1: it is other memory. */
+static int device_of_memory(int fd)
 {
     char path[64], target[128];
     ssize_t length;
     snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
     length = readlink(path, target, sizeof target - 1);
     if (length < 0)
-        return 0;
+        return -1;
     target[length] = 0;
-    return !strncmp(target, "/memfd:" FAKE_MEMORY_NAME, strlen("/memfd:" FAKE_MEMORY_NAME));
+    if (strncmp(target, "/memfd:" FAKE_MEMORY_NAME, strlen("/memfd:" FAKE_MEMORY_NAME)))
+        return -1;
+    return atoi(target + strlen("/memfd:" FAKE_MEMORY_NAME));
 }
 
 CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shareable, CUmemAllocationHandleType kind)
@@ -633,14 +661,14 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     if ((int)kind == 1 && fake.set.lean)
         RETURN(import_memory(-1, 1, 0, handle));
     if ((int)kind == 1) {
-        if ((uintptr_t)shareable > INT32_MAX || !is_fake_memory((int)(uintptr_t)shareable)) {
+        if ((uintptr_t)shareable > INT32_MAX || device_of_memory((int)(uintptr_t)shareable) < 0) {
             fake_violation("import: the fd's value is expected, of this driver's memory");
             RETURN(fake.set.wrong_kind_result);
         }
         fd = fcntl((int)(uintptr_t)shareable, F_DUPFD_CLOEXEC, 0);
         if (fd < 0)
             RETURN(CUDA_ERROR_OPERATING_SYSTEM);
-        RETURN(import_memory(fd, 1, 0, handle));
+        RETURN(import_memory(fd, 1, device_of_memory(fd), handle));
     }
     if ((int)kind != 8)
         REFUSE("import: kind");
