@@ -610,6 +610,7 @@ class Keeper:
             if region is not None:
                 region.close()
         part.data = [None] * len(part.data)
+        part.nbytes = accounting.part_nbytes(part.blocks, part.manifest.block_bytes)
         sizes = [slots * part.manifest.block_bytes for slots in accounting.region_slots(part.blocks, len(part.data))]
         self._send(client, protocol.NeedRegions(serial=serial, session=session.number, nbytes=sizes))
 

@@ -433,6 +433,19 @@ def test_unsealed_donation_is_refused(path, client):
     assert client.status()["parts"] == []
 
 
+def test_a_donation_that_starts_again_is_counted_once(path, client):
+    """K4: one region more than is needed is given, the connection is cut before the second, and it starts again."""
+    expected = accounting.part_nbytes(8, 4096)
+    with kvreuse.open_provider("host").allocate(16 * 4096) as region, region.export() as shared:
+        record = (shared.nbytes, shared.physical_nbytes, shared.region_id, shared.device, shared.inode, False)
+        for _ in range(2):
+            with Peer(path) as peer:
+                need = peer.attach(donate=2)
+                assert client.status()["parts"][0]["bytes"] == expected
+                peer.ask(protocol.Donate, [shared.fileno()], session=need.session, index=0, record=record)
+                assert client.status()["parts"][0]["bytes"] == expected + 12 * 4096
+
+
 # ---- sessions ----
 
 
