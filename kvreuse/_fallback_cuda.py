@@ -15,7 +15,7 @@ from . import _ctypes_structs as c
 from . import _fallback_host as host
 from ._ctypes_cuda import c_int32, c_size_t, c_uint64, c_void_p
 
-_driver_lock = threading.Lock()
+_driver_lock = threading.RLock()  # a signal handler may come in the middle
 _driver: Any = None
 _is_started = False
 _version = 0
