@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import enum
 import errno
-import fcntl
 import mmap
 import os
 import select
@@ -317,7 +316,7 @@ class Provider:
         if self._ordinal >= 0:
             return Region(self.name, self._import_cuda(shared), {})
         unsealed = self._profile is not None and self._profile.handles.file_fallback
-        with shared._own_fd() as fd:
+        with shared._use_fd() as fd:
             info = _backend.region_import(
                 fd,
                 shared.nbytes,
@@ -334,7 +333,7 @@ class Provider:
         # The branch is on the descriptor's own kind (H3).
         if shared.kind is HandleKind.POSIX_FD:
             none = bytes(PAYLOAD_NBYTES[HandleKind.FABRIC])
-            with shared._own_fd() as fd:
+            with shared._use_fd() as fd:
                 return _backend.cuda_import(self._ordinal, int(shared.kind), fd, none, *record).handle
         if self._profile is not None and self._profile.handles.fabric == "off":
             raise ProfileError(
@@ -713,7 +712,8 @@ class SharedHandle:
         self.device = device
         self.inode = inode
         self._payload = payload
-        self._lock = threading.Lock()
+        self._users = 0  # calls that use the fd now
+        self._lock = threading.RLock()  # re-entrant: a signal handler may close
 
     def __repr__(self) -> str:
         return f"<kvreuse.SharedHandle {self.kind.name} {self.nbytes} bytes of {self.provider}, fd {self._fd}>"
@@ -747,20 +747,24 @@ class SharedHandle:
         return self._fd
 
     @contextlib.contextmanager
-    def _own_fd(self) -> Iterator[int]:
-        """Give a copy of the fd for a call: another thread may close this object, and the number be reused."""
+    def _use_fd(self) -> Iterator[int]:
+        """Lend the fd for a call: another thread may close this object meanwhile, and the number be reused."""
         with self._lock:
-            try:
-                fd = fcntl.fcntl(self.fileno(), fcntl.F_DUPFD_CLOEXEC, 0)
-            except OSError as error:
-                raise _status.from_errno("fcntl", error.errno or 0) from None
+            fd = self.fileno()
+            self._users += 1
         try:
             yield fd
         finally:
-            os.close(fd)
+            with self._lock:
+                self._users -= 1
+                late = self._users == 0 and self._fd != fd
+            if late:
+                os.close(fd)
 
     def close(self) -> None:
         """Close the fd; the record can still be read. Closing again does nothing.
+
+        The fd is closed when the last import or send that uses it has ended.
 
         Of a fabric handle that Region.export made, this says that all importers have imported: only then can the region
         be closed, since releasing it before would make a later import use freed memory.
@@ -768,9 +772,10 @@ class SharedHandle:
         with self._lock:
             fd, self._fd = self._fd, -1
             exporter, self._exporter = self._exporter, None
+            is_used = self._users > 0
         if self._pid != os.getpid():
             return
-        if fd >= 0:
+        if fd >= 0 and not is_used:
             os.close(fd)
         if exporter is not None:
             _backend.cuda_fabric_done(exporter.handle)
@@ -913,7 +918,7 @@ class SharedHandle:
         """
         _check_unix(sock)
         if self.kind is HandleKind.POSIX_FD:
-            with self._own_fd() as fd:
+            with self._use_fd() as fd:
                 self._send(sock, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("=i", fd))], timeout)
         else:
             self._send(sock, [], timeout)

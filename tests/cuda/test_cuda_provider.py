@@ -475,9 +475,12 @@ def test_closing_from_many_threads(provider, backend_name, run_cuda):
 
 
 def test_a_shared_handle_closed_during_its_import(backend_name, run_cuda):
-    """S5: the import works on an fd of its own: the number of the closed one may be other memory's by then."""
+    """S5: the fd is closed when the import has ended: else its number may be other memory's by then."""
     code = (
         "from kvreuse import handles\n"
+        "import os\n"
+        "fds = lambda: len(os.listdir('/proc/self/fd'))\n"
+        "with kvreuse.open_provider('cuda:0').allocate(4096): before = fds()\n"
         "p = kvreuse.open_provider('cuda:0')\n"
         "regions = [p.allocate(4096) for _ in range(2)]\n"
         "for region, byte in zip(regions, b'AB'):\n"
@@ -492,8 +495,9 @@ def test_a_shared_handle_closed_during_its_import(backend_name, run_cuda):
         "handles._backend = Racing()\n"
         "other = p.import_region(shared)\n"
         "with other.map() as m: print(ctypes.string_at(m.address, 1))\n"
+        "assert shared._fd == -1\n"
         "for each in (other, *made, *regions): each.close()\n"
-        "assert fake.live() == {}\n"
+        "assert fake.live() == {} and fds() == before - 1, (fds(), before)\n"
     )
     done = run_cuda(code, backend=backend_name)
     assert done.stdout == "b'A'\n", done.stderr
