@@ -302,7 +302,11 @@ def test_signal_leaves_nothing_behind(mark, tmp_path, number):
     """K3: no process, file or memory of the run stays, and no traceback is shown."""
     command = [sys.executable, "-m", "kvreuse", "replay", "--blocks", "1000", "--crash-rate", "0.5"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes) as process:
+
+    def heed():  # a job that a shell put in the background inherits an ignored SIGINT
+        signal.signal(number, signal.SIG_DFL)
+
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True, preexec_fn=heed, **pipes) as process:
         try:
             said = ""
             while "was killed" not in said:
