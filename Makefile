@@ -46,6 +46,9 @@ tsan: $(VENV)/installed
 		-pthread -o $(VENV)/stress_handles
 	cd tests/cuda && LD_LIBRARY_PATH=$$(../../$(BIN)/python -c 'import fakedriver; print(fakedriver.build())') \
 		FAKE_CUDA=fabric_attribute=1,fabric_create_result=0 setarch -R ../../$(VENV)/stress_handles 20000
+	gcc -std=c11 -g -O1 -fsanitize=thread -Wno-tsan -Iinclude -Ikvreuse/native tests/native/stress_copies.c kvreuse/native/*.c \
+		-pthread -o $(VENV)/stress_copies
+	setarch -R $(VENV)/stress_copies 20000
 
 # On a machine with a GPU: the life of CUDA memory on its driver, and what that answers. Without one it says so.
 test-gpu: $(VENV)/installed

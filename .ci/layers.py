@@ -16,6 +16,7 @@ LAYERS = [
     ["_fallback", "_fallback_*", "_ctypes_*"],
     ["observation"],
     ["_info", "handles", "trial"],
+    ["memory", "copies"],
     ["manifest", "parts", "groups"],
     ["profile", "hashing"],
     ["keeper", "keeper.*"],

@@ -11,7 +11,7 @@
  *   Pointers are borrowed for the duration of the call. Arrays are contiguous; (pointer, count) may be (NULL, 0).
  *   fds are CLOEXEC. No function calls Python, prints, or sets errno for its caller.
  *
- * Global state: one table of handles with its mutex and a fork flag (native/handles.c), the CUDA driver's entry points and devices
+ * Global state: one table of handles with its mutex, a fork flag and the list of queues (native/handles.c), the CUDA driver's entry points and devices
  * (native/cuda.c: filled at the first call for one, then only read), and one error record a thread.
  */
 #ifndef KVREUSE_H
@@ -134,12 +134,43 @@ extern "C" {
 #define KVR_DETAIL_CUDA_LOCATION 75         /* v0 device ordinal expected, v1 location type, v2 location id */
 #define KVR_DETAIL_IMPORT_PHYSICAL 76       /* v0 nbytes, v1 physical nbytes: fewer */
 #define KVR_DETAIL_NO_HOST_ADDRESS 77       /* v0 mapping: device memory, which the CPU cannot read */
+#define KVR_DETAIL_THREAD_COUNT_RANGE 78    /* v0 threads asked, v1 largest allowed */
+#define KVR_DETAIL_COPY_DST_RANGE 79        /* v0 index, v1 offset, v2 length, v3 bytes of the destination */
+#define KVR_DETAIL_COPY_SRC_RANGE 80        /* v0 index, v1 offset, v2 length, v3 bytes of the source */
+#define KVR_DETAIL_COPY_OVERLAP 81          /* v0, v1 entries whose destinations overlap */
+#define KVR_DETAIL_COPY_CROSS_OVERLAP 82    /* v0 entry whose destination overlaps the source of entry v1 */
+#define KVR_DETAIL_COPY_READ_ONLY 83        /* v0 mapping of the destination, 0 if it is foreign memory */
+#define KVR_DETAIL_QUEUE_CLOSING 84         /* v0 queue: it takes no more work */
+#define KVR_DETAIL_QUEUE_NOT_QUIESCENT 85   /* v0 queue, v1 operations that have not ended, v2 waited ns */
+#define KVR_DETAIL_OPERATION_RUNNING 86     /* v0 operation: it has not ended */
+#define KVR_DETAIL_AFTER_KIND 87            /* v0 index, v1 kind of a dependency: unknown */
+#define KVR_DETAIL_AFTER_FAILED 88          /* v0 operation waited for, v1 its state */
+#define KVR_DETAIL_QUARANTINE_FULL 89       /* v0 bytes in quarantine, v1 the limit */
+#define KVR_DETAIL_MAPPING_IN_FLIGHT 90     /* v0 mapping, v1 operations that name it */
+#define KVR_DETAIL_SLOT_IN_FLIGHT 91        /* v0 index, v1 slot, v2 operations that name it */
+#define KVR_DETAIL_SLOT_SPOILED 92          /* v0 index, v1 slot: a copy into it failed or was cancelled */
+#define KVR_DETAIL_TABLE_IN_FLIGHT 93       /* v0 table, v1 operations that name its slots */
+#define KVR_DETAIL_COPY_SHORT 94            /* v0 index, v1 bytes moved, v2 bytes asked */
+#define KVR_DETAIL_BLOCK_CRC 95             /* v0 index, v1 slot, v2 CRC at commit, v3 CRC found */
+#define KVR_DETAIL_SLOT_GIVEN_UP 96         /* v0 index, v1 slot: its reservation was aborted */
+#define KVR_DETAIL_NOT_QUARANTINED 97       /* v0 operation */
+#define KVR_DETAIL_NO_FAULTS 98             /* v0 queue: it was not opened with KVR_QUEUE_FAULTS */
+#define KVR_DETAIL_FAULT_UNKNOWN 99         /* v0 fault */
+#define KVR_DETAIL_OPERATION_ABANDONED 100  /* v0 operation: an operator gave its memory back */
+#define KVR_DETAIL_SEGMENT_RANGE 101        /* v0 segment, v1 offset in the slot, v2 bytes, v3 bytes of a slot */
+#define KVR_DETAIL_ENGINE_BLOCK_RANGE 102   /* v0 index, v1 engine block, v2 segment, v3 bytes of its memory */
+#define KVR_DETAIL_DIRECTION_UNKNOWN 103    /* v0 direction */
+#define KVR_DETAIL_OPERATION_CANCELLED 104  /* v0 operation */
+#define KVR_DETAIL_STRIDE_RANGE 105         /* v0 segment, v1 offset, v2 stride, v3 bytes of a block */
+#define KVR_DETAIL_ADDRESS_RANGE 106        /* v0 address, v1 bytes */
 
 /* ---- sorts of handles ---- */
 #define KVR_SORT_REGION 1
 #define KVR_SORT_MAPPING 2
 #define KVR_SORT_LOCK 3
 #define KVR_SORT_TABLE 4
+#define KVR_SORT_QUEUE 5
+#define KVR_SORT_OPERATION 6
 
 /* ---- kinds and access: the numbers are CUDA's (cuda.h, CUmemAllocationHandleType and CUmemAccess_flags) ---- */
 #define KVR_KIND_NONE 0
@@ -171,6 +202,36 @@ extern "C" {
 #define KVR_CUDA_HAS_BATCH_COPY 1
 #define KVR_CUDA_HAS_STREAM_QUERY 2
 #define KVR_CUDA_HAS_ADDRESS_RANGE_HANDLE 4
+
+/* ---- copies ---- */
+#define KVR_THREAD_COUNT_MAX 64
+#define KVR_QUEUE_FAULTS 1         /* kvr_queue_fault may be used: for tests */
+#define KVR_COPY_INLINE_NBYTES 65536 /* a batch of host memory up to this size is copied by the thread that submits it */
+
+#define KVR_OPERATION_QUEUED 0
+#define KVR_OPERATION_RUNNING 1
+#define KVR_OPERATION_DONE 2       /* every byte moved, and what was to be committed is */
+#define KVR_OPERATION_FAILED 3
+#define KVR_OPERATION_CANCELLED 4
+
+#define KVR_DIRECTION_IN 1         /* engine memory to slots */
+#define KVR_DIRECTION_OUT 2        /* slots to engine memory */
+#define KVR_SLOTS_COMMIT 1         /* IN: commit the slots when all bytes have moved; abort them when the operation ends otherwise */
+#define KVR_SLOTS_CHECKSUM 2       /* with COMMIT: as KVR_COMMIT_CHECKSUM */
+#define KVR_SLOTS_VERIFY 4         /* OUT: compare whole blocks with the CRC of their commit before the first byte moves */
+
+#define KVR_AFTER_FD 1             /* value: an fd that polls readable when the wait is over (an eventfd); it is not read */
+#define KVR_AFTER_OPERATION 2      /* value: an operation that has to end DONE */
+#define KVR_AFTER_CUDA_EVENT 3     /* value: a recorded CUevent of the device in `device` */
+
+#define KVR_QUARANTINE_CLOSE 1     /* why: its queue was to be closed, and it did not end in time */
+#define KVR_QUARANTINE_DRIVER 2    /* why: the driver does not tell whether it has ended */
+
+#define KVR_FAULT_NONE 0
+#define KVR_FAULT_PAUSE 1          /* stop at byte `value` of the operation until kvr_queue_resume() */
+#define KVR_FAULT_ERRNO 2          /* entry `index` fails with errno `value` */
+#define KVR_FAULT_SHORT 3          /* entry `index` moves only `value` bytes */
+#define KVR_FAULT_SUBMIT 4         /* the submit itself fails with errno `value`, after all else */
 
 /* What went wrong in this thread's last failed call. */
 typedef struct kvr_error {
@@ -253,6 +314,72 @@ typedef struct kvr_cuda_observation {
     int32_t allowed_result;
     int32_t access_result;
 } kvr_cuda_observation;
+
+/* Memory that a copy names: a mapping of this library, or foreign memory that the caller keeps alive until the operation has ended. */
+typedef struct kvr_memory {
+    int64_t mapping;     /* its handle; 0: foreign */
+    uint64_t address;    /* foreign: the first byte */
+    int64_t nbytes;      /* foreign: bytes from there */
+    int64_t device;      /* foreign: KVR_PROVIDER_HOST, or the ordinal of the CUDA device that the address is of */
+    int64_t is_writable; /* foreign: 0 or 1 */
+} kvr_memory;
+
+/* A slice of every block: where an engine keeps it, and where in a slot it lies. Engine block i is at offset + i * stride. */
+typedef struct kvr_segment {
+    int64_t mapping; /* the engine's memory, as in kvr_memory */
+    uint64_t address;
+    int64_t memory_nbytes;
+    int64_t device;
+    int64_t is_writable;
+    int64_t offset_bytes;      /* of engine block 0 */
+    int64_t stride_bytes;      /* from one engine block to the next, at least nbytes */
+    int64_t slot_offset_bytes; /* in the slot */
+    int64_t nbytes;            /* of one block */
+} kvr_segment;
+
+/* What an operation waits for before it touches any memory. */
+typedef struct kvr_dependency {
+    int64_t kind;   /* KVR_AFTER_... */
+    int64_t value;
+    int64_t device; /* of a CUDA event; else 0 */
+} kvr_dependency;
+
+typedef struct kvr_queue_info {
+    int64_t handle;
+    int32_t fd;           /* an eventfd: readable while kvr_queue_completed() has something to tell; the queue's */
+    int32_t thread_count;
+    int64_t submitted;    /* operations accepted; always the sum of the five below */
+    int64_t done;
+    int64_t failed;
+    int64_t cancelled;
+    int64_t queued;
+    int64_t running;
+    int32_t is_closing;
+    int32_t paused;       /* threads that a fault has stopped */
+} kvr_queue_info;
+
+typedef struct kvr_operation_info {
+    int64_t handle;
+    int64_t queue;            /* 0 once its queue is closed */
+    int32_t state;            /* KVR_OPERATION_... */
+    int32_t quarantine;       /* KVR_QUARANTINE_..., 0: not in quarantine */
+    int64_t entry_count;      /* entries that have bytes */
+    int64_t total_nbytes;
+    int64_t moved_nbytes;
+    int64_t failed_index;     /* FAILED: the entry, -1 if it is not about one */
+    int64_t quarantine_ns;    /* CLOCK_MONOTONIC at which it came into quarantine */
+} kvr_operation_info;
+
+/* Copies of this process. */
+typedef struct kvr_copy_counts {
+    int64_t queues;
+    int64_t operations;        /* handles not yet released */
+    int64_t in_flight;         /* operations that have not ended */
+    int64_t quarantined;       /* so many of them are in quarantine */
+    int64_t quarantine_nbytes; /* bytes that these were to move */
+    int64_t quarantine_limit;  /* above it no new work is accepted */
+    int64_t fds;               /* file descriptors that queues and operations own */
+} kvr_copy_counts;
 
 /* Open handles of this process. */
 typedef struct kvr_handle_counts {
@@ -409,6 +536,7 @@ typedef struct kvr_table_info {
     int64_t session;
     int32_t role;
     int32_t row;
+    int64_t operation_count; /* operations of this process that name its slots and have not ended */
 } kvr_table_info;
 
 typedef struct kvr_table_stats {
@@ -428,6 +556,7 @@ typedef struct kvr_table_stats {
     int64_t cleared_total;
     int64_t corrupt_total;
     int64_t freed_total;
+    int64_t owned_count; /* slots that operations of this process write into */
 } kvr_table_stats;
 
 typedef struct kvr_restore_result {
@@ -809,6 +938,129 @@ int32_t kvr_table_inventory(int64_t table, int64_t first_slot, int64_t capacity,
  * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; does not block; claimed_count takes time by slots.  Since: 1 */
 int32_t kvr_table_stats_get(int64_t table, kvr_table_stats *out);
 
+/* ==== copies ====
+ * An operation owns what it names until its native work has ended: mappings cannot be unmapped, slots are not given out, a table cannot
+ * be closed. It reaches exactly one of DONE, FAILED and CANCELLED, after it has let go of all that. Foreign memory is the caller's to
+ * keep alive until then. A timeout and a request to cancel free nothing. The order in which operations of a queue run is that of their
+ * submission as far as their dependencies allow; several may run at once. */
+
+/* Open a queue with its threads, which block all signals.
+ * In: thread_count 1..KVR_THREAD_COUNT_MAX; flags KVR_QUEUE_....  Out: *out_queue.
+ * Owner: the handle is owned by the caller: kvr_queue_close().  After failure: nothing is left open, no thread runs.
+ * Errors: RANGE(THREAD_COUNT_RANGE, FLAGS_UNKNOWN), FORKED, TOO_MANY_FDS, OUT_OF_MEMORY or SYSTEM_CALL by errno.
+ * Threads: any; does not block.  Since: 1 */
+int32_t kvr_queue_open(int32_t thread_count, uint32_t flags, int64_t *out_queue);
+
+/* Wait until all operations of a queue have ended, then end its threads. From the call on the queue takes no more work.
+ * In: queue; wait_ns >= 0.  Out: nothing.
+ * Owner: the handle is consumed; operations stay to be looked at and released.  After failure: still open, and what has not ended is in
+ *   quarantine until it ends; call again.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(NBYTES_RANGE for wait_ns), NOT_QUIESCENT(QUEUE_NOT_QUIESCENT), FORKED.
+ * Threads: any; blocks up to wait_ns.  Since: 1 */
+int32_t kvr_queue_close(int64_t queue, int64_t wait_ns);
+
+/* Tell what is kept about a queue.
+ * In: queue.  Out: *out.  Owner: the caller owns *out; the fd stays the queue's.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_queue_info_get(int64_t queue, kvr_queue_info *out);
+
+/* List operations that have ended and were not listed before, in the order of their ends.
+ * In: queue; capacity 0..KVR_BATCH_COUNT_MAX.  Out: *out_count entries of operations.
+ * Owner: the array is the caller's.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(COUNT_RANGE), FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_queue_completed(int64_t queue, int64_t capacity, int64_t *operations, int64_t *out_count);
+
+/* Give the next operation that is submitted a fault; it then runs on a thread of the queue, whatever its size.
+ * In: queue opened with KVR_QUEUE_FAULTS; fault KVR_FAULT_...; index, value by fault, >= 0.  Out: nothing.  Owner: none.
+ * After failure: nothing changed.  Errors: INVALID_HANDLE, STALE_HANDLE, NOT_SUPPORTED(NO_FAULTS), RANGE(FAULT_UNKNOWN, COUNT_RANGE), FORKED.
+ * Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_queue_fault(int64_t queue, int32_t fault, int64_t index, int64_t value);
+
+/* Let all threads go on that a fault has stopped, and all that it would stop later in operations submitted so far.
+ * In: queue.  Out: nothing.  Owner: none.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_queue_resume(int64_t queue);
+
+/* Submit a batch of copies. It is checked whole first: nothing is copied if one entry is bad.
+ * In: queue; destination, source, which lie on the host or on CUDA devices; count 0..KVR_BATCH_COUNT_MAX entries, each length bytes, may be 0;
+ *   after_count 0..64 dependencies. Entries of one destination must not overlap one another, nor any source of the batch.
+ * Out: *out_operation. A batch without bytes and dependencies has ended already; so may a small one.
+ * Owner: the operation's handle is the caller's: kvr_operation_release(). The arrays and fds stay the caller's (copied, dup'ed).
+ * After failure: nothing was accepted, all is as before.
+ * Errors: handle errors of all that is named, RANGE(COUNT_RANGE, ADDRESS_RANGE, COPY_DST_RANGE, COPY_SRC_RANGE, COPY_OVERLAP,
+ *   COPY_CROSS_OVERLAP, AFTER_KIND, FD_NEGATIVE), PERMISSION_DENIED(COPY_READ_ONLY), HANDLE_CLOSED(QUEUE_CLOSING), NOT_QUIESCENT(QUARANTINE_FULL),
+ *   FORKED, OUT_OF_MEMORY, TOO_MANY_FDS, SYSTEM_CALL; CUDA: those of kvr_cuda_info_get().
+ * Threads: any; blocks only while it copies a small batch itself.  Since: 1 */
+int32_t kvr_copy_submit(int64_t queue, const kvr_memory *destination, const kvr_memory *source, const int64_t *destination_offsets,
+                        const int64_t *source_offsets, const int64_t *lengths, int64_t count, const kvr_dependency *after,
+                        int64_t after_count, int64_t *out_operation);
+
+/* Submit copies between an engine's blocks and slots of a part, for each segment of each entry; segment by segment.
+ * In: queue; table, as its writer (IN) or as any session (OUT); direction; mappings of the part's data regions, in order;
+ *   slots, generations as reserved or claimed, count entries, slot -1: the entry is skipped; segments; engine_blocks, one an entry;
+ *   flags KVR_SLOTS_...; dependencies as above.
+ * Out: *out_operation. IN: slots whose reservation is gone, or OUT: blocks that are gone, give an operation that has ended FAILED(STALE_BLOCK).
+ * Owner: as above. OUT: the operation claims the slots for itself. IN: it owns them: an abort frees them only when it has ended, a
+ *   commit is refused until then, and after FAILED or CANCELLED.
+ * After failure: nothing was accepted; with KVR_SLOTS_COMMIT the slots are still reserved.
+ * Errors: those of kvr_copy_submit(), lock and session errors, RANGE(DIRECTION_UNKNOWN, FLAGS_UNKNOWN, SLOT_RANGE, SLOT_REPEATED: IN,
+ *   REGION_INDEX_RANGE: v1 mappings needed, SEGMENT_RANGE, STRIDE_RANGE, ENGINE_BLOCK_RANGE), SIZE_MISMATCH(REGION_BIND_NBYTES),
+ *   PERMISSION_DENIED(ROLE_FORBIDS).
+ * Threads: any; takes the part's lock.  Since: 1 */
+int32_t kvr_copy_slots(int64_t queue, int64_t table, int32_t direction, const int64_t *mappings, int64_t mapping_count,
+                       const int64_t *slots, const int64_t *generations, const int64_t *engine_blocks, int64_t count,
+                       const kvr_segment *segments, int64_t segment_count, uint32_t flags, const kvr_dependency *after,
+                       int64_t after_count, int64_t *out_operation);
+
+/* Tell how an operation stands.
+ * In: operation.  Out: *out.  Owner: the caller owns *out.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_operation_info_get(int64_t operation, kvr_operation_info *out);
+
+/* Tell why an operation FAILED or was CANCELLED.
+ * In: operation.  Out: *out, zeroed if it did not.  Owner: the caller owns *out.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_operation_error_get(int64_t operation, kvr_error *out);
+
+/* Wait until an operation has ended.
+ * In: operation; wait_ns >= 0.  Out: nothing; KVR_PENDING if it has not ended by then, which proves nothing and frees nothing.
+ * Owner: none.  After failure: nothing changed.  Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(NBYTES_RANGE for wait_ns), FORKED.
+ * Threads: any; blocks up to wait_ns.  Since: 1 */
+int32_t kvr_operation_wait(int64_t operation, int64_t wait_ns);
+
+/* Ask that an operation ends early. One that has not begun ends CANCELLED; one that runs ends CANCELLED where it still can, between two
+ *   pieces, or else as it would have.
+ * In: operation.  Out: nothing.  Owner: none; nothing is freed before the operation has ended.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; may take the part's lock.  Since: 1 */
+int32_t kvr_operation_cancel(int64_t operation);
+
+/* Give an operation's handle back.
+ * In: operation that has ended.  Out: nothing.  Owner: the handle is consumed.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(OPERATION_RUNNING), FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_operation_release(int64_t operation);
+
+/* Take an operation out of quarantine by decision of an operator: it ends FAILED(OPERATION_ABANDONED) and lets go of all it owns. If its
+ *   native work still runs, it will go on writing into memory that others use by then.
+ * In: operation in quarantine.  Out: nothing.  Owner: none.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, BUSY(NOT_QUARANTINED), FORKED.  Threads: any; may take the part's lock.  Since: 1 */
+int32_t kvr_operation_abandon(int64_t operation);
+
+/* List the operations in quarantine.
+ * In: capacity 0..KVR_BATCH_COUNT_MAX.  Out: *out_count = all of them, of which up to capacity are written.
+ * Owner: the array is the caller's.  After failure: nothing changed.  Errors: RANGE(COUNT_RANGE), FORKED.
+ * Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_quarantine_get(int64_t capacity, int64_t *operations, int64_t *out_count);
+
+/* Bound the quarantine of this process.
+ * In: limit_nbytes >= 0.  Out: nothing.  Owner: none.  After failure: nothing changed.  Errors: RANGE(NBYTES_RANGE), FORKED.
+ * Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_quarantine_limit_set(int64_t limit_nbytes);
+
+/* Count the copies of this process.
+ * In: nothing.  Out: *out.  Owner: the caller owns *out.  After failure: cannot fail.  Errors: none.
+ * Threads: any; takes the handle mutex.  Since: 1 */
+int32_t kvr_copy_counts_get(kvr_copy_counts *out);
+
 /* ---- sizes and offsets, checked by every C compiler that reads this ---- */
 #ifndef __cplusplus
 #include <stddef.h>
@@ -951,7 +1203,7 @@ _Static_assert(offsetof(kvr_table_layout, link_offset_bytes) == 24, "kvr_table_l
 _Static_assert(offsetof(kvr_table_layout, bucket_offset_bytes) == 32, "kvr_table_layout.bucket_offset_bytes");
 _Static_assert(offsetof(kvr_table_layout, bucket_count) == 40, "kvr_table_layout.bucket_count");
 _Static_assert(offsetof(kvr_table_layout, row_nbytes) == 48, "kvr_table_layout.row_nbytes");
-_Static_assert(sizeof(kvr_table_info) == 72, "kvr_table_info");
+_Static_assert(sizeof(kvr_table_info) == 80, "kvr_table_info");
 _Static_assert(offsetof(kvr_table_info, part_id) == 0, "kvr_table_info.part_id");
 _Static_assert(offsetof(kvr_table_info, slot_count) == 16, "kvr_table_info.slot_count");
 _Static_assert(offsetof(kvr_table_info, block_nbytes) == 24, "kvr_table_info.block_nbytes");
@@ -961,7 +1213,8 @@ _Static_assert(offsetof(kvr_table_info, manifest_nbytes) == 48, "kvr_table_info.
 _Static_assert(offsetof(kvr_table_info, session) == 56, "kvr_table_info.session");
 _Static_assert(offsetof(kvr_table_info, role) == 64, "kvr_table_info.role");
 _Static_assert(offsetof(kvr_table_info, row) == 68, "kvr_table_info.row");
-_Static_assert(sizeof(kvr_table_stats) == 128, "kvr_table_stats");
+_Static_assert(offsetof(kvr_table_info, operation_count) == 72, "kvr_table_info.operation_count");
+_Static_assert(sizeof(kvr_table_stats) == 136, "kvr_table_stats");
 _Static_assert(offsetof(kvr_table_stats, state) == 0, "kvr_table_stats.state");
 _Static_assert(offsetof(kvr_table_stats, content_epoch) == 8, "kvr_table_stats.content_epoch");
 _Static_assert(offsetof(kvr_table_stats, writer_session) == 16, "kvr_table_stats.writer_session");
@@ -978,6 +1231,57 @@ _Static_assert(offsetof(kvr_table_stats, replaced_total) == 96, "kvr_table_stats
 _Static_assert(offsetof(kvr_table_stats, cleared_total) == 104, "kvr_table_stats.cleared_total");
 _Static_assert(offsetof(kvr_table_stats, corrupt_total) == 112, "kvr_table_stats.corrupt_total");
 _Static_assert(offsetof(kvr_table_stats, freed_total) == 120, "kvr_table_stats.freed_total");
+_Static_assert(offsetof(kvr_table_stats, owned_count) == 128, "kvr_table_stats.owned_count");
+_Static_assert(sizeof(kvr_memory) == 40, "kvr_memory");
+_Static_assert(offsetof(kvr_memory, mapping) == 0, "kvr_memory.mapping");
+_Static_assert(offsetof(kvr_memory, address) == 8, "kvr_memory.address");
+_Static_assert(offsetof(kvr_memory, nbytes) == 16, "kvr_memory.nbytes");
+_Static_assert(offsetof(kvr_memory, device) == 24, "kvr_memory.device");
+_Static_assert(offsetof(kvr_memory, is_writable) == 32, "kvr_memory.is_writable");
+_Static_assert(sizeof(kvr_segment) == 72, "kvr_segment");
+_Static_assert(offsetof(kvr_segment, mapping) == 0, "kvr_segment.mapping");
+_Static_assert(offsetof(kvr_segment, address) == 8, "kvr_segment.address");
+_Static_assert(offsetof(kvr_segment, memory_nbytes) == 16, "kvr_segment.memory_nbytes");
+_Static_assert(offsetof(kvr_segment, device) == 24, "kvr_segment.device");
+_Static_assert(offsetof(kvr_segment, is_writable) == 32, "kvr_segment.is_writable");
+_Static_assert(offsetof(kvr_segment, offset_bytes) == 40, "kvr_segment.offset_bytes");
+_Static_assert(offsetof(kvr_segment, stride_bytes) == 48, "kvr_segment.stride_bytes");
+_Static_assert(offsetof(kvr_segment, slot_offset_bytes) == 56, "kvr_segment.slot_offset_bytes");
+_Static_assert(offsetof(kvr_segment, nbytes) == 64, "kvr_segment.nbytes");
+_Static_assert(sizeof(kvr_dependency) == 24, "kvr_dependency");
+_Static_assert(offsetof(kvr_dependency, kind) == 0, "kvr_dependency.kind");
+_Static_assert(offsetof(kvr_dependency, value) == 8, "kvr_dependency.value");
+_Static_assert(offsetof(kvr_dependency, device) == 16, "kvr_dependency.device");
+_Static_assert(sizeof(kvr_queue_info) == 72, "kvr_queue_info");
+_Static_assert(offsetof(kvr_queue_info, handle) == 0, "kvr_queue_info.handle");
+_Static_assert(offsetof(kvr_queue_info, fd) == 8, "kvr_queue_info.fd");
+_Static_assert(offsetof(kvr_queue_info, thread_count) == 12, "kvr_queue_info.thread_count");
+_Static_assert(offsetof(kvr_queue_info, submitted) == 16, "kvr_queue_info.submitted");
+_Static_assert(offsetof(kvr_queue_info, done) == 24, "kvr_queue_info.done");
+_Static_assert(offsetof(kvr_queue_info, failed) == 32, "kvr_queue_info.failed");
+_Static_assert(offsetof(kvr_queue_info, cancelled) == 40, "kvr_queue_info.cancelled");
+_Static_assert(offsetof(kvr_queue_info, queued) == 48, "kvr_queue_info.queued");
+_Static_assert(offsetof(kvr_queue_info, running) == 56, "kvr_queue_info.running");
+_Static_assert(offsetof(kvr_queue_info, is_closing) == 64, "kvr_queue_info.is_closing");
+_Static_assert(offsetof(kvr_queue_info, paused) == 68, "kvr_queue_info.paused");
+_Static_assert(sizeof(kvr_operation_info) == 64, "kvr_operation_info");
+_Static_assert(offsetof(kvr_operation_info, handle) == 0, "kvr_operation_info.handle");
+_Static_assert(offsetof(kvr_operation_info, queue) == 8, "kvr_operation_info.queue");
+_Static_assert(offsetof(kvr_operation_info, state) == 16, "kvr_operation_info.state");
+_Static_assert(offsetof(kvr_operation_info, quarantine) == 20, "kvr_operation_info.quarantine");
+_Static_assert(offsetof(kvr_operation_info, entry_count) == 24, "kvr_operation_info.entry_count");
+_Static_assert(offsetof(kvr_operation_info, total_nbytes) == 32, "kvr_operation_info.total_nbytes");
+_Static_assert(offsetof(kvr_operation_info, moved_nbytes) == 40, "kvr_operation_info.moved_nbytes");
+_Static_assert(offsetof(kvr_operation_info, failed_index) == 48, "kvr_operation_info.failed_index");
+_Static_assert(offsetof(kvr_operation_info, quarantine_ns) == 56, "kvr_operation_info.quarantine_ns");
+_Static_assert(sizeof(kvr_copy_counts) == 56, "kvr_copy_counts");
+_Static_assert(offsetof(kvr_copy_counts, queues) == 0, "kvr_copy_counts.queues");
+_Static_assert(offsetof(kvr_copy_counts, operations) == 8, "kvr_copy_counts.operations");
+_Static_assert(offsetof(kvr_copy_counts, in_flight) == 16, "kvr_copy_counts.in_flight");
+_Static_assert(offsetof(kvr_copy_counts, quarantined) == 24, "kvr_copy_counts.quarantined");
+_Static_assert(offsetof(kvr_copy_counts, quarantine_nbytes) == 32, "kvr_copy_counts.quarantine_nbytes");
+_Static_assert(offsetof(kvr_copy_counts, quarantine_limit) == 40, "kvr_copy_counts.quarantine_limit");
+_Static_assert(offsetof(kvr_copy_counts, fds) == 48, "kvr_copy_counts.fds");
 _Static_assert(sizeof(kvr_restore_result) == 32, "kvr_restore_result");
 _Static_assert(offsetof(kvr_restore_result, sealed_count) == 0, "kvr_restore_result.sealed_count");
 _Static_assert(offsetof(kvr_restore_result, bad_count) == 8, "kvr_restore_result.bad_count");

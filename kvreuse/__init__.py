@@ -15,6 +15,7 @@ from .errors import __all__ as _error_names
 
 if TYPE_CHECKING:
     from ._info import backend_info, get_include
+    from .copies import CopyQueue, CudaEvent, Operation, OperationState, QuarantinedOperation, quarantine
     from .groups import Group, RankReadiness, Readiness
     from .handles import (
         Access,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     )
     from .keeper.client import Keeper, connect
     from .manifest import Manifest, Rank, Topology
+    from .memory import EngineBlocks, Memory
     from .parts import (
         Claim,
         ClearResult,
@@ -57,6 +59,14 @@ _LAZY = {
     "Region": ".handles",
     "SharedHandle": ".handles",
     "open_provider": ".handles",
+    "CopyQueue": ".copies",
+    "CudaEvent": ".copies",
+    "Operation": ".copies",
+    "OperationState": ".copies",
+    "QuarantinedOperation": ".copies",
+    "quarantine": ".copies",
+    "EngineBlocks": ".memory",
+    "Memory": ".memory",
     "Keeper": ".keeper.client",
     "connect": ".keeper.client",
     "Manifest": ".manifest",
@@ -81,19 +91,26 @@ __all__ = [
     "Capability",
     "Claim",
     "ClearResult",
+    "CopyQueue",
+    "CudaEvent",
     "CudaObservation",
     "DeviceView",
+    "EngineBlocks",
     "Group",
     "HandleKind",
     "Keeper",
     "Manifest",
     "Mapping",
+    "Memory",
     "Observation",
+    "Operation",
+    "OperationState",
     "Outcome",
     "OutcomeKind",
     "Part",
     "Profile",
     "Provider",
+    "QuarantinedOperation",
     "Rank",
     "RankReadiness",
     "Readiness",
@@ -109,6 +126,7 @@ __all__ = [
     "connect",
     "get_include",
     "open_provider",
+    "quarantine",
 ]
 __all__ += _error_names
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from .errors import KVReuseError
+
 ABI_VERSION = 1  # KVR_ABI_VERSION
 # Bytes of the header's records. A backend's `_struct_nbytes()` says what it was built with; _select compares.
 STRUCT_NBYTES = {
@@ -31,9 +33,15 @@ STRUCT_NBYTES = {
     "kvr_link": 16,
     "kvr_row_header": 64,
     "kvr_table_layout": 64,
-    "kvr_table_info": 72,
-    "kvr_table_stats": 128,
+    "kvr_table_info": 80,
+    "kvr_table_stats": 136,
     "kvr_restore_result": 32,
+    "kvr_memory": 40,
+    "kvr_segment": 72,
+    "kvr_dependency": 24,
+    "kvr_queue_info": 72,
+    "kvr_operation_info": 64,
+    "kvr_copy_counts": 56,
 }
 
 
@@ -147,6 +155,7 @@ class TableInfo(NamedTuple):
     session: int
     role: int
     row: int
+    operation_count: int
 
 
 class TableStats(NamedTuple):
@@ -168,6 +177,7 @@ class TableStats(NamedTuple):
     cleared_total: int
     corrupt_total: int
     freed_total: int
+    owned_count: int
 
 
 class RestoreResult(NamedTuple):
@@ -176,6 +186,48 @@ class RestoreResult(NamedTuple):
     sealed_count: int
     bad_count: int
     freed_count: int
+
+
+class QueueInfo(NamedTuple):
+    """What is kept about a queue of copies (kvr_queue_info)."""
+
+    handle: int
+    fd: int
+    thread_count: int
+    submitted: int
+    done: int
+    failed: int
+    cancelled: int
+    queued: int
+    running: int
+    is_closing: int
+    paused: int
+
+
+class OperationInfo(NamedTuple):
+    """How an operation stands (kvr_operation_info)."""
+
+    handle: int
+    queue: int
+    state: int
+    quarantine: int
+    entry_count: int
+    total_nbytes: int
+    moved_nbytes: int
+    failed_index: int
+    quarantine_ns: int
+
+
+class CopyCounts(NamedTuple):
+    """Copies of this process (kvr_copy_counts)."""
+
+    queues: int
+    operations: int
+    in_flight: int
+    quarantined: int
+    quarantine_nbytes: int
+    quarantine_limit: int
+    fds: int
 
 
 class Backend(Protocol):
@@ -333,6 +385,65 @@ class Backend(Protocol):
         ...
 
     def table_stats(self, table: Any) -> TableStats: ...
+    def queue_open(self, thread_count: Any, flags: Any) -> int: ...
+    def queue_close(self, queue: Any, wait_ns: Any) -> None: ...
+    def queue_info(self, queue: Any) -> QueueInfo: ...
+    def queue_completed(self, queue: Any, operations: Any) -> int:
+        """`operations` is an int64 array of the capacity; returns how many entries were written."""
+        ...
+
+    def queue_fault(self, queue: Any, fault: Any, index: Any, value: Any) -> None: ...
+    def queue_resume(self, queue: Any) -> None: ...
+    def copy_submit(
+        self,
+        queue: Any,
+        destination: Any,
+        source: Any,
+        destination_offsets: Any,
+        source_offsets: Any,
+        lengths: Any,
+        after: Any,
+    ) -> int:
+        """All are int64 arrays: a kvr_memory of 5 words twice, three of `count`, and `after`, 3 words a dependency.
+
+        An address above 2^63 is its word of equal bits. Foreign memory must stay until the operation has ended.
+        """
+        ...
+
+    def copy_slots(
+        self,
+        queue: Any,
+        table: Any,
+        direction: Any,
+        mappings: Any,
+        slots: Any,
+        generations: Any,
+        engine_blocks: Any,
+        segments: Any,
+        flags: Any,
+        after: Any,
+    ) -> int:
+        """Arrays are of int64: `segments` has the 9 words of a kvr_segment each, `after` as in copy_submit."""
+        ...
+
+    def operation_info(self, operation: Any) -> OperationInfo: ...
+    def operation_error(self, operation: Any) -> KVReuseError | None:
+        """Return the exception of a FAILED or CANCELLED operation; made anew each time."""
+        ...
+
+    def operation_wait(self, operation: Any, wait_ns: Any) -> bool:
+        """Return whether it has ended."""
+        ...
+
+    def operation_cancel(self, operation: Any) -> None: ...
+    def operation_release(self, operation: Any) -> None: ...
+    def operation_abandon(self, operation: Any) -> None: ...
+    def quarantine(self, operations: Any) -> int:
+        """`operations` is an int64 array of the capacity; returns how many there are, written or not."""
+        ...
+
+    def quarantine_limit_set(self, limit_nbytes: Any) -> None: ...
+    def copy_counts(self) -> CopyCounts: ...
 
 
 # Names that have no C twin, with the reason.

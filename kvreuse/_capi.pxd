@@ -109,10 +109,41 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_DETAIL_CUDA_LOCATION
     const int64_t KVR_DETAIL_IMPORT_PHYSICAL
     const int64_t KVR_DETAIL_NO_HOST_ADDRESS
+    const int64_t KVR_DETAIL_THREAD_COUNT_RANGE
+    const int64_t KVR_DETAIL_COPY_DST_RANGE
+    const int64_t KVR_DETAIL_COPY_SRC_RANGE
+    const int64_t KVR_DETAIL_COPY_OVERLAP
+    const int64_t KVR_DETAIL_COPY_CROSS_OVERLAP
+    const int64_t KVR_DETAIL_COPY_READ_ONLY
+    const int64_t KVR_DETAIL_QUEUE_CLOSING
+    const int64_t KVR_DETAIL_QUEUE_NOT_QUIESCENT
+    const int64_t KVR_DETAIL_OPERATION_RUNNING
+    const int64_t KVR_DETAIL_AFTER_KIND
+    const int64_t KVR_DETAIL_AFTER_FAILED
+    const int64_t KVR_DETAIL_QUARANTINE_FULL
+    const int64_t KVR_DETAIL_MAPPING_IN_FLIGHT
+    const int64_t KVR_DETAIL_SLOT_IN_FLIGHT
+    const int64_t KVR_DETAIL_SLOT_SPOILED
+    const int64_t KVR_DETAIL_TABLE_IN_FLIGHT
+    const int64_t KVR_DETAIL_COPY_SHORT
+    const int64_t KVR_DETAIL_BLOCK_CRC
+    const int64_t KVR_DETAIL_SLOT_GIVEN_UP
+    const int64_t KVR_DETAIL_NOT_QUARANTINED
+    const int64_t KVR_DETAIL_NO_FAULTS
+    const int64_t KVR_DETAIL_FAULT_UNKNOWN
+    const int64_t KVR_DETAIL_OPERATION_ABANDONED
+    const int64_t KVR_DETAIL_SEGMENT_RANGE
+    const int64_t KVR_DETAIL_ENGINE_BLOCK_RANGE
+    const int64_t KVR_DETAIL_DIRECTION_UNKNOWN
+    const int64_t KVR_DETAIL_OPERATION_CANCELLED
+    const int64_t KVR_DETAIL_STRIDE_RANGE
+    const int64_t KVR_DETAIL_ADDRESS_RANGE
     const int64_t KVR_SORT_REGION
     const int64_t KVR_SORT_MAPPING
     const int64_t KVR_SORT_LOCK
     const int64_t KVR_SORT_TABLE
+    const int64_t KVR_SORT_QUEUE
+    const int64_t KVR_SORT_OPERATION
     const int64_t KVR_KIND_NONE
     const int64_t KVR_KIND_POSIX_FD
     const int64_t KVR_KIND_FABRIC
@@ -137,6 +168,29 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_CUDA_HAS_BATCH_COPY
     const int64_t KVR_CUDA_HAS_STREAM_QUERY
     const int64_t KVR_CUDA_HAS_ADDRESS_RANGE_HANDLE
+    const int64_t KVR_THREAD_COUNT_MAX
+    const int64_t KVR_QUEUE_FAULTS
+    const int64_t KVR_COPY_INLINE_NBYTES
+    const int64_t KVR_OPERATION_QUEUED
+    const int64_t KVR_OPERATION_RUNNING
+    const int64_t KVR_OPERATION_DONE
+    const int64_t KVR_OPERATION_FAILED
+    const int64_t KVR_OPERATION_CANCELLED
+    const int64_t KVR_DIRECTION_IN
+    const int64_t KVR_DIRECTION_OUT
+    const int64_t KVR_SLOTS_COMMIT
+    const int64_t KVR_SLOTS_CHECKSUM
+    const int64_t KVR_SLOTS_VERIFY
+    const int64_t KVR_AFTER_FD
+    const int64_t KVR_AFTER_OPERATION
+    const int64_t KVR_AFTER_CUDA_EVENT
+    const int64_t KVR_QUARANTINE_CLOSE
+    const int64_t KVR_QUARANTINE_DRIVER
+    const int64_t KVR_FAULT_NONE
+    const int64_t KVR_FAULT_PAUSE
+    const int64_t KVR_FAULT_ERRNO
+    const int64_t KVR_FAULT_SHORT
+    const int64_t KVR_FAULT_SUBMIT
     const int64_t KVR_TABLE_MAGIC
     const int64_t KVR_TABLE_VERSION
     const int64_t KVR_KEY_NBYTES
@@ -235,6 +289,62 @@ cdef extern from "kvreuse.h" nogil:
         int32_t reservation_result
         int32_t allowed_result
         int32_t access_result
+
+    ctypedef struct kvr_memory:
+        int64_t mapping
+        uint64_t address
+        int64_t nbytes
+        int64_t device
+        int64_t is_writable
+
+    ctypedef struct kvr_segment:
+        int64_t mapping
+        uint64_t address
+        int64_t memory_nbytes
+        int64_t device
+        int64_t is_writable
+        int64_t offset_bytes
+        int64_t stride_bytes
+        int64_t slot_offset_bytes
+        int64_t nbytes
+
+    ctypedef struct kvr_dependency:
+        int64_t kind
+        int64_t value
+        int64_t device
+
+    ctypedef struct kvr_queue_info:
+        int64_t handle
+        int32_t fd
+        int32_t thread_count
+        int64_t submitted
+        int64_t done
+        int64_t failed
+        int64_t cancelled
+        int64_t queued
+        int64_t running
+        int32_t is_closing
+        int32_t paused
+
+    ctypedef struct kvr_operation_info:
+        int64_t handle
+        int64_t queue
+        int32_t state
+        int32_t quarantine
+        int64_t entry_count
+        int64_t total_nbytes
+        int64_t moved_nbytes
+        int64_t failed_index
+        int64_t quarantine_ns
+
+    ctypedef struct kvr_copy_counts:
+        int64_t queues
+        int64_t operations
+        int64_t in_flight
+        int64_t quarantined
+        int64_t quarantine_nbytes
+        int64_t quarantine_limit
+        int64_t fds
 
     ctypedef struct kvr_handle_counts:
         int64_t regions
@@ -344,6 +454,7 @@ cdef extern from "kvreuse.h" nogil:
         int64_t session
         int32_t role
         int32_t row
+        int64_t operation_count
 
     ctypedef struct kvr_table_stats:
         int64_t state
@@ -362,6 +473,7 @@ cdef extern from "kvreuse.h" nogil:
         int64_t cleared_total
         int64_t corrupt_total
         int64_t freed_total
+        int64_t owned_count
 
     ctypedef struct kvr_restore_result:
         int64_t sealed_count
@@ -419,3 +531,20 @@ cdef extern from "kvreuse.h" nogil:
     int32_t kvr_table_invalidate(int64_t table, const int64_t *slots, const int64_t *generations, int64_t count, int64_t *out_count) noexcept
     int32_t kvr_table_inventory(int64_t table, int64_t first_slot, int64_t capacity, int64_t *slots, int64_t *generations, uint8_t *keys, uint8_t *key_nbytes, int64_t *out_count, int64_t *out_next) noexcept
     int32_t kvr_table_stats_get(int64_t table, kvr_table_stats *out) noexcept
+    int32_t kvr_queue_open(int32_t thread_count, uint32_t flags, int64_t *out_queue) noexcept
+    int32_t kvr_queue_close(int64_t queue, int64_t wait_ns) noexcept
+    int32_t kvr_queue_info_get(int64_t queue, kvr_queue_info *out) noexcept
+    int32_t kvr_queue_completed(int64_t queue, int64_t capacity, int64_t *operations, int64_t *out_count) noexcept
+    int32_t kvr_queue_fault(int64_t queue, int32_t fault, int64_t index, int64_t value) noexcept
+    int32_t kvr_queue_resume(int64_t queue) noexcept
+    int32_t kvr_copy_submit(int64_t queue, const kvr_memory *destination, const kvr_memory *source, const int64_t *destination_offsets, const int64_t *source_offsets, const int64_t *lengths, int64_t count, const kvr_dependency *after, int64_t after_count, int64_t *out_operation) noexcept
+    int32_t kvr_copy_slots(int64_t queue, int64_t table, int32_t direction, const int64_t *mappings, int64_t mapping_count, const int64_t *slots, const int64_t *generations, const int64_t *engine_blocks, int64_t count, const kvr_segment *segments, int64_t segment_count, uint32_t flags, const kvr_dependency *after, int64_t after_count, int64_t *out_operation) noexcept
+    int32_t kvr_operation_info_get(int64_t operation, kvr_operation_info *out) noexcept
+    int32_t kvr_operation_error_get(int64_t operation, kvr_error *out) noexcept
+    int32_t kvr_operation_wait(int64_t operation, int64_t wait_ns) noexcept
+    int32_t kvr_operation_cancel(int64_t operation) noexcept
+    int32_t kvr_operation_release(int64_t operation) noexcept
+    int32_t kvr_operation_abandon(int64_t operation) noexcept
+    int32_t kvr_quarantine_get(int64_t capacity, int64_t *operations, int64_t *out_count) noexcept
+    int32_t kvr_quarantine_limit_set(int64_t limit_nbytes) noexcept
+    int32_t kvr_copy_counts_get(kvr_copy_counts *out) noexcept

@@ -56,7 +56,17 @@ cdef extern from "internal.h" nogil:
     void kvr_dlpack_delete(void *tensor, int32_t is_versioned) noexcept
 
 from . import _status
-from ._api import CudaInfo, HandleCounts, RestoreResult, TableInfo, TableLayout, TableStats
+from ._api import (
+    CopyCounts,
+    CudaInfo,
+    HandleCounts,
+    OperationInfo,
+    QueueInfo,
+    RestoreResult,
+    TableInfo,
+    TableLayout,
+    TableStats,
+)
 from ._api import CudaObservation as _CudaObservation
 from ._api import HostObservation as _HostObservation
 from ._api import MappingInfo as _MappingInfo
@@ -75,13 +85,8 @@ def _struct_nbytes():
 # ---- what comes in, and errors ----
 
 
-cdef inline int _check(int32_t status, str call=None) except -1:
-    """Raise the error of this thread's last call if it failed; `call` names another function than the one that found it."""
-    cdef kvr_error error
-    if status >= 0:
-        return 0
-    kvr_error_get(&error)
-    raise _status.make(
+cdef object _made(const kvr_error *error, str call):
+    return _status.make(
         error.status,
         error.detail,
         (error.values[0], error.values[1], error.values[2], error.values[3]),
@@ -89,6 +94,15 @@ cdef inline int _check(int32_t status, str call=None) except -1:
         error.native_source,
         error.native_code,
     )
+
+
+cdef inline int _check(int32_t status, str call=None) except -1:
+    """Raise the error of this thread's last call if it failed; `call` names another function than the one that found it."""
+    cdef kvr_error error
+    if status >= 0:
+        return 0
+    kvr_error_get(&error)
+    raise _made(&error, call)
 
 
 cdef inline int64_t _int64(object value, str name) except? -1:
@@ -899,6 +913,7 @@ def table_info(table):
             info.session,
             info.role,
             info.row,
+            info.operation_count,
         ),
     )
 
@@ -1245,5 +1260,196 @@ def table_stats(table):
             stats.cleared_total,
             stats.corrupt_total,
             stats.freed_total,
+            stats.owned_count,
         ),
     )
+
+
+# ---- copies ----
+
+
+def queue_open(thread_count, flags):
+    cdef int32_t threads = _int32(thread_count, "thread_count")
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef int64_t out = 0
+    cdef int32_t status
+    with nogil:
+        status = kvr_queue_open(threads, bits, &out)
+    _check(status)
+    return out
+
+
+def queue_close(queue, wait_ns):
+    cdef int64_t handle = _int64(queue, "queue")
+    cdef int64_t wait = _int64(wait_ns, "wait_ns")
+    cdef int32_t status
+    with nogil:
+        status = kvr_queue_close(handle, wait)
+    _check(status)
+
+
+def queue_info(queue):
+    cdef kvr_queue_info info
+    _check(kvr_queue_info_get(_int64(queue, "queue"), &info))
+    return _named(QueueInfo, (info.handle, info.fd, info.thread_count, info.submitted, info.done, info.failed, info.cancelled, info.queued, info.running, info.is_closing, info.paused))
+
+
+def queue_completed(queue, operations):
+    cdef int64_t handle = _int64(queue, "queue")
+    cdef _Buffer listed = _out_int64s(operations, "operations")
+    cdef int64_t count = 0
+    _check(kvr_queue_completed(handle, listed.entries(), listed.out_int64s(), &count))
+    return count
+
+
+def queue_fault(queue, fault, index, value):
+    cdef int64_t handle = _int64(queue, "queue")
+    cdef int32_t kind = _int32(fault, "fault")
+    cdef int64_t entry = _int64(index, "index")
+    _check(kvr_queue_fault(handle, kind, entry, _int64(value, "value")))
+
+
+def queue_resume(queue):
+    _check(kvr_queue_resume(_int64(queue, "queue")))
+
+
+cdef _Buffer _words(object value, str name, int64_t words, bint many):
+    """An int64 array that holds one struct of so many words, or any number of them."""
+    cdef _Buffer found = _int64s(value, name)
+    if many and found.entries() % words:
+        _check_length(name, found.entries(), (found.entries() // words + 1) * words, "entries")
+    elif not many:
+        _check_length(name, found.entries(), words, "entries")
+    return found
+
+
+def copy_submit(queue, destination, source, destination_offsets, source_offsets, lengths, after):
+    cdef int64_t handle = _int64(queue, "queue")
+    cdef _Buffer to = _words(destination, "destination", sizeof(kvr_memory) // 8, False)
+    cdef _Buffer since = _words(source, "source", sizeof(kvr_memory) // 8, False)
+    cdef _Buffer to_offsets = _int64s(destination_offsets, "destination_offsets")
+    cdef _Buffer from_offsets = _int64s(source_offsets, "source_offsets")
+    cdef _Buffer sizes = _int64s(lengths, "lengths")
+    cdef _Buffer waits = _words(after, "after", sizeof(kvr_dependency) // 8, True)
+    cdef const kvr_memory *dst = <const kvr_memory *>to.view.buf
+    cdef const kvr_memory *src = <const kvr_memory *>since.view.buf
+    cdef const int64_t *dst_offsets = to_offsets.int64s()
+    cdef const int64_t *src_offsets = from_offsets.int64s()
+    cdef const int64_t *nbytes = sizes.int64s()
+    cdef int64_t count = sizes.entries()
+    cdef const kvr_dependency *dependencies = <const kvr_dependency *>waits.view.buf
+    cdef int64_t dependency_count = waits.view.len // <int64_t>sizeof(kvr_dependency)
+    cdef int64_t out = 0
+    cdef int32_t status
+    _check_length("destination_offsets", to_offsets.entries(), count, "entries")
+    _check_length("source_offsets", from_offsets.entries(), count, "entries")
+    with nogil:
+        status = kvr_copy_submit(handle, dst, src, dst_offsets, src_offsets, nbytes, count, dependencies, dependency_count, &out)
+    _check(status)
+    return out
+
+
+def copy_slots(queue, table, direction, mappings, slots, generations, engine_blocks, segments, flags, after):
+    cdef int64_t handle = _int64(queue, "queue")
+    cdef int64_t part = _int64(table, "table")
+    cdef int32_t way = _int32(direction, "direction")
+    cdef _Buffer regions = _int64s(mappings, "mappings")
+    cdef _Buffer places = _int64s(slots, "slots")
+    cdef _Buffer numbers = _int64s(generations, "generations")
+    cdef _Buffer blocks = _int64s(engine_blocks, "engine_blocks")
+    cdef _Buffer slices = _words(segments, "segments", sizeof(kvr_segment) // 8, True)
+    cdef uint32_t bits = _uint32(flags, "flags")
+    cdef _Buffer waits = _words(after, "after", sizeof(kvr_dependency) // 8, True)
+    cdef const int64_t *in_mappings = regions.int64s()
+    cdef int64_t mapping_count = regions.entries()
+    cdef const int64_t *in_slots = places.int64s()
+    cdef const int64_t *in_generations = numbers.int64s()
+    cdef const int64_t *in_blocks = blocks.int64s()
+    cdef int64_t count = places.entries()
+    cdef const kvr_segment *in_segments = <const kvr_segment *>slices.view.buf
+    cdef int64_t segment_count = slices.view.len // <int64_t>sizeof(kvr_segment)
+    cdef const kvr_dependency *dependencies = <const kvr_dependency *>waits.view.buf
+    cdef int64_t dependency_count = waits.view.len // <int64_t>sizeof(kvr_dependency)
+    cdef int64_t out = 0
+    cdef int32_t status
+    _check_length("generations", numbers.entries(), count, "entries")
+    _check_length("engine_blocks", blocks.entries(), count, "entries")
+    with nogil:
+        status = kvr_copy_slots(
+            handle,
+            part,
+            way,
+            in_mappings,
+            mapping_count,
+            in_slots,
+            in_generations,
+            in_blocks,
+            count,
+            in_segments,
+            segment_count,
+            bits,
+            dependencies,
+            dependency_count,
+            &out,
+        )
+    _check(status)
+    return out
+
+
+def operation_info(operation):
+    cdef kvr_operation_info info
+    _check(kvr_operation_info_get(_int64(operation, "operation"), &info))
+    return _named(OperationInfo, (info.handle, info.queue, info.state, info.quarantine, info.entry_count, info.total_nbytes, info.moved_nbytes, info.failed_index, info.quarantine_ns))
+
+
+def operation_error(operation):
+    cdef kvr_error error
+    _check(kvr_operation_error_get(_int64(operation, "operation"), &error))
+    return _made(&error, None) if error.status else None
+
+
+def operation_wait(operation, wait_ns):
+    cdef int64_t handle = _int64(operation, "operation")
+    cdef int64_t wait = _int64(wait_ns, "wait_ns")
+    cdef int32_t status
+    with nogil:
+        status = kvr_operation_wait(handle, wait)
+    _check(status)
+    return status != KVR_PENDING
+
+
+def operation_cancel(operation):
+    cdef int64_t handle = _int64(operation, "operation")
+    cdef int32_t status
+    with nogil:
+        status = kvr_operation_cancel(handle)
+    _check(status)
+
+
+def operation_release(operation):
+    _check(kvr_operation_release(_int64(operation, "operation")))
+
+
+def operation_abandon(operation):
+    cdef int64_t handle = _int64(operation, "operation")
+    cdef int32_t status
+    with nogil:
+        status = kvr_operation_abandon(handle)
+    _check(status)
+
+
+def quarantine(operations):
+    cdef _Buffer listed = _out_int64s(operations, "operations")
+    cdef int64_t count = 0
+    _check(kvr_quarantine_get(listed.entries(), listed.out_int64s(), &count))
+    return count
+
+
+def quarantine_limit_set(limit_nbytes):
+    _check(kvr_quarantine_limit_set(_int64(limit_nbytes, "limit_nbytes")))
+
+
+def copy_counts():
+    cdef kvr_copy_counts counts
+    kvr_copy_counts_get(&counts)
+    return _named(CopyCounts, (counts.queues, counts.operations, counts.in_flight, counts.quarantined, counts.quarantine_nbytes, counts.quarantine_limit, counts.fds))

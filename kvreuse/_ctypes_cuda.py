@@ -17,12 +17,14 @@ from typing import Any
 
 LIBRARY = "libcuda.so.1"
 
-OK, INVALID_VALUE = 0, 1
+OK, INVALID_VALUE, NOT_READY, NOT_SUPPORTED = 0, 1, 600, 801
 ALLOCATION_PINNED = 1
 LOCATION_DEVICE = 1
 GRANULARITY_MINIMUM, GRANULARITY_RECOMMENDED = 0, 1
 ATTRIBUTE_VMM, ATTRIBUTE_POSIX_FD, ATTRIBUTE_FABRIC = 102, 103, 128
 POINTER_RANGE_SIZE, POINTER_ALLOWED_HANDLE_TYPES = 12, 14
+STREAM_NON_BLOCKING, EVENT_DISABLE_TIMING = 1, 2
+SRC_ACCESS_ORDER_STREAM = 1
 
 
 class Location(ctypes.Structure):
@@ -50,6 +52,17 @@ class AccessDesc(ctypes.Structure):
     """CUmemAccessDesc."""
 
     _fields_ = [("location", Location), ("flags", c_int32)]
+
+
+class MemcpyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = [
+        ("src_access_order", c_int32),
+        ("src_loc_hint", Location),
+        ("dst_loc_hint", Location),
+        ("flags", c_uint32),
+    ]
 
 
 class Uuid(ctypes.Structure):
@@ -104,10 +117,34 @@ REQUIRED: dict[str, tuple[str, int, tuple[Any, ...]]] = {
     "cuMemGetAccess": ("cuMemGetAccess", 10020, (POINTER(c_uint64), POINTER(Location), c_uint64)),
     "cuMemGetAddressRange": ("cuMemGetAddressRange_v2", 3020, (POINTER(c_uint64), POINTER(c_size_t), c_uint64)),
     "cuPointerGetAttribute": ("cuPointerGetAttribute", 4000, (c_void_p, c_int32, c_uint64)),
+    "cuStreamCreate": ("cuStreamCreate", 2000, (POINTER(c_void_p), c_uint32)),
+    "cuStreamDestroy": ("cuStreamDestroy_v2", 4000, (c_void_p,)),
+    "cuEventCreate": ("cuEventCreate", 2000, (POINTER(c_void_p), c_uint32)),
+    "cuEventDestroy": ("cuEventDestroy_v2", 4000, (c_void_p,)),
+    "cuEventRecord": ("cuEventRecord", 2000, (c_void_p, c_void_p)),
+    "cuEventQuery": ("cuEventQuery", 2000, (c_void_p,)),
+    "cuMemcpyAsync": ("cuMemcpyAsync", 4000, (c_uint64, c_uint64, c_size_t, c_void_p)),
+}
+# As above; None where the driver lacks it.
+HAS_BATCH_COPY = 1  # the feature bit of kvr_cuda_info
+USED_IF_THERE: dict[str, tuple[str, int, tuple[Any, ...]]] = {
+    "cuMemcpyBatchAsync": (
+        "cuMemcpyBatchAsync_v2",
+        13000,
+        (
+            POINTER(c_uint64),
+            POINTER(c_uint64),
+            POINTER(c_size_t),
+            c_size_t,
+            POINTER(MemcpyAttributes),
+            POINTER(c_size_t),
+            c_size_t,
+            c_void_p,
+        ),
+    ),
 }
 # Only asked for, to say whether the driver can do it: symbol, version, feature bit of kvr_cuda_info.
 OPTIONAL: dict[str, tuple[str, int, int]] = {
-    "cuMemcpyBatchAsync": ("cuMemcpyBatchAsync_v2", 13000, 1),
     "cuStreamQuery": ("cuStreamQuery", 2000, 2),
     "cuMemGetHandleForAddressRange": ("cuMemGetHandleForAddressRange", 11070, 4),
 }
@@ -118,20 +155,20 @@ class MissingEntryError(Exception):
 
 
 class Driver:
-    """The driver's entry points: an attribute for each name of REQUIRED, and `features`."""
+    """The driver's entry points: an attribute for each name of REQUIRED and USED_IF_THERE, and `features`."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
         self._get = self._symbol(
             "cuGetProcAddress_v2", (ctypes.c_char_p, POINTER(c_void_p), c_int32, c_uint64, c_void_p)
         )
-        for name, (symbol, version, argtypes) in REQUIRED.items():
+        for name, (symbol, version, argtypes) in {**REQUIRED, **USED_IF_THERE}.items():
             address = self._entry(name, version)
             function = ctypes.CFUNCTYPE(c_int32, *argtypes)(address) if address else self._symbol(symbol, argtypes)
-            if function is None:
+            if function is None and name in REQUIRED:
                 raise MissingEntryError(symbol)
             setattr(self, name, function)
-        self.features = 0
+        self.features = 0 if self.cuMemcpyBatchAsync is None else HAS_BATCH_COPY
         for name, (symbol, version, bit) in OPTIONAL.items():
             if self._entry(name, version) or self._symbol(symbol, ()):
                 self.features |= bit

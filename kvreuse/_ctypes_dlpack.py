@@ -51,3 +51,51 @@ def capsule(view: View, device_type: int, device_id: int, is_versioned: bool) ->
     device = (c_int32 * 2).from_address(_pointer(made, name) + _DEVICE_OFFSET[name])
     device[0], device[1] = device_type, device_id
     return made
+
+
+_increment = ctypes.PyDLL(None)["Py_IncRef"]
+_increment.argtypes, _increment.restype = [ctypes.py_object], None
+
+
+def keep_for_ever(value: Any) -> None:
+    """Let an object outlive Python: native work still writes into what it holds."""
+    _increment(value)
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor (dlpack.h)."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("ndim", c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+def describe(made: Any) -> tuple[int, int, int, int]:
+    """Read a capsule before DLPack 1.0 that nobody consumes: (address, nbytes, device type, device id).
+
+    The memory is there as long as the capsule is.
+
+    Raises
+    ------
+    BufferError
+        It is not contiguous, or its elements are no whole bytes.
+    """
+    tensor = _Tensor.from_address(_pointer(made, b"dltensor"))
+    shape = [tensor.shape[i] for i in range(tensor.ndim)]
+    expected, bits = 1, tensor.bits * tensor.lanes
+    for i in reversed(range(tensor.ndim)):
+        if tensor.strides and shape[i] > 1 and 0 not in shape and tensor.strides[i] != expected:
+            raise BufferError(f"the tensor is not contiguous: shape {shape}")
+        expected *= shape[i]
+    if bits % 8:
+        raise BufferError(f"the tensor's elements have {bits} bits: expected whole bytes")
+    return (tensor.data or 0) + tensor.byte_offset, expected * bits // 8, tensor.device_type, tensor.device_id

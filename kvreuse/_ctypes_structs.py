@@ -167,6 +167,60 @@ KVR_RESERVE_EVICT = 1
 KVR_RESERVE_DUPLICATE = 2
 KVR_COMMIT_CHECKSUM = 1
 KVR_WRITER_SESSION_NONE = 0
+KVR_DETAIL_THREAD_COUNT_RANGE = 78
+KVR_DETAIL_COPY_DST_RANGE = 79
+KVR_DETAIL_COPY_SRC_RANGE = 80
+KVR_DETAIL_COPY_OVERLAP = 81
+KVR_DETAIL_COPY_CROSS_OVERLAP = 82
+KVR_DETAIL_COPY_READ_ONLY = 83
+KVR_DETAIL_QUEUE_CLOSING = 84
+KVR_DETAIL_QUEUE_NOT_QUIESCENT = 85
+KVR_DETAIL_OPERATION_RUNNING = 86
+KVR_DETAIL_AFTER_KIND = 87
+KVR_DETAIL_AFTER_FAILED = 88
+KVR_DETAIL_QUARANTINE_FULL = 89
+KVR_DETAIL_MAPPING_IN_FLIGHT = 90
+KVR_DETAIL_SLOT_IN_FLIGHT = 91
+KVR_DETAIL_SLOT_SPOILED = 92
+KVR_DETAIL_TABLE_IN_FLIGHT = 93
+KVR_DETAIL_COPY_SHORT = 94
+KVR_DETAIL_BLOCK_CRC = 95
+KVR_DETAIL_SLOT_GIVEN_UP = 96
+KVR_DETAIL_NOT_QUARANTINED = 97
+KVR_DETAIL_NO_FAULTS = 98
+KVR_DETAIL_FAULT_UNKNOWN = 99
+KVR_DETAIL_OPERATION_ABANDONED = 100
+KVR_DETAIL_SEGMENT_RANGE = 101
+KVR_DETAIL_ENGINE_BLOCK_RANGE = 102
+KVR_DETAIL_DIRECTION_UNKNOWN = 103
+KVR_DETAIL_OPERATION_CANCELLED = 104
+KVR_DETAIL_STRIDE_RANGE = 105
+KVR_DETAIL_ADDRESS_RANGE = 106
+KVR_SORT_QUEUE = 5
+KVR_SORT_OPERATION = 6
+KVR_THREAD_COUNT_MAX = 64
+KVR_QUEUE_FAULTS = 1
+KVR_COPY_INLINE_NBYTES = 65536
+KVR_OPERATION_QUEUED = 0
+KVR_OPERATION_RUNNING = 1
+KVR_OPERATION_DONE = 2
+KVR_OPERATION_FAILED = 3
+KVR_OPERATION_CANCELLED = 4
+KVR_DIRECTION_IN = 1
+KVR_DIRECTION_OUT = 2
+KVR_SLOTS_COMMIT = 1
+KVR_SLOTS_CHECKSUM = 2
+KVR_SLOTS_VERIFY = 4
+KVR_AFTER_FD = 1
+KVR_AFTER_OPERATION = 2
+KVR_AFTER_CUDA_EVENT = 3
+KVR_QUARANTINE_CLOSE = 1
+KVR_QUARANTINE_DRIVER = 2
+KVR_FAULT_NONE = 0
+KVR_FAULT_PAUSE = 1
+KVR_FAULT_ERRNO = 2
+KVR_FAULT_SHORT = 3
+KVR_FAULT_SUBMIT = 4
 
 
 class kvr_error(ctypes.Structure):
@@ -388,6 +442,7 @@ class kvr_table_info(ctypes.Structure):
         ("session", c_int64),
         ("role", c_int32),
         ("row", c_int32),
+        ("operation_count", c_int64),
     ]
 
 
@@ -409,6 +464,7 @@ class kvr_table_stats(ctypes.Structure):
         ("cleared_total", c_int64),
         ("corrupt_total", c_int64),
         ("freed_total", c_int64),
+        ("owned_count", c_int64),
     ]
 
 
@@ -418,6 +474,80 @@ class kvr_restore_result(ctypes.Structure):
         ("bad_count", c_int64),
         ("freed_count", c_int64),
         ("reserved0", c_int64),
+    ]
+
+
+class kvr_memory(ctypes.Structure):
+    _fields_ = [
+        ("mapping", c_int64),
+        ("address", c_uint64),
+        ("nbytes", c_int64),
+        ("device", c_int64),
+        ("is_writable", c_int64),
+    ]
+
+
+class kvr_segment(ctypes.Structure):
+    _fields_ = [
+        ("mapping", c_int64),
+        ("address", c_uint64),
+        ("memory_nbytes", c_int64),
+        ("device", c_int64),
+        ("is_writable", c_int64),
+        ("offset_bytes", c_int64),
+        ("stride_bytes", c_int64),
+        ("slot_offset_bytes", c_int64),
+        ("nbytes", c_int64),
+    ]
+
+
+class kvr_dependency(ctypes.Structure):
+    _fields_ = [
+        ("kind", c_int64),
+        ("value", c_int64),
+        ("device", c_int64),
+    ]
+
+
+class kvr_queue_info(ctypes.Structure):
+    _fields_ = [
+        ("handle", c_int64),
+        ("fd", c_int32),
+        ("thread_count", c_int32),
+        ("submitted", c_int64),
+        ("done", c_int64),
+        ("failed", c_int64),
+        ("cancelled", c_int64),
+        ("queued", c_int64),
+        ("running", c_int64),
+        ("is_closing", c_int32),
+        ("paused", c_int32),
+    ]
+
+
+class kvr_operation_info(ctypes.Structure):
+    _fields_ = [
+        ("handle", c_int64),
+        ("queue", c_int64),
+        ("state", c_int32),
+        ("quarantine", c_int32),
+        ("entry_count", c_int64),
+        ("total_nbytes", c_int64),
+        ("moved_nbytes", c_int64),
+        ("failed_index", c_int64),
+        ("quarantine_ns", c_int64),
+    ]
+
+
+class kvr_copy_counts(ctypes.Structure):
+    _fields_ = [
+        ("queues", c_int64),
+        ("operations", c_int64),
+        ("in_flight", c_int64),
+        ("quarantined", c_int64),
+        ("quarantine_nbytes", c_int64),
+        ("quarantine_limit", c_int64),
+        ("fds", c_int64),
     ]
 
 

@@ -11,6 +11,25 @@ from . import _api, _status
 from . import _ctypes_structs as c
 from . import _fallback_host as _host
 from . import _fallback_part as _part
+from ._fallback_copies import (
+    copy_counts,
+    copy_slots,
+    copy_submit,
+    operation_abandon,
+    operation_cancel,
+    operation_error,
+    operation_info,
+    operation_release,
+    operation_wait,
+    quarantine,
+    quarantine_limit_set,
+    queue_close,
+    queue_completed,
+    queue_fault,
+    queue_info,
+    queue_open,
+    queue_resume,
+)
 from ._fallback_cuda import (
     cuda_allocate,
     cuda_export_fabric,
@@ -68,6 +87,9 @@ from ._fallback_table import (
 
 __all__ = [
     "abi_version",
+    "copy_counts",
+    "copy_slots",
+    "copy_submit",
     "crc32c",
     "cuda_allocate",
     "cuda_export_fabric",
@@ -83,6 +105,20 @@ __all__ = [
     "mapping_info",
     "mapping_unmap",
     "mapping_use",
+    "operation_abandon",
+    "operation_cancel",
+    "operation_error",
+    "operation_info",
+    "operation_release",
+    "operation_wait",
+    "quarantine",
+    "quarantine_limit_set",
+    "queue_close",
+    "queue_completed",
+    "queue_fault",
+    "queue_info",
+    "queue_open",
+    "queue_resume",
     "region_close",
     "region_export",
     "region_import",

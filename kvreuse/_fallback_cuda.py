@@ -6,10 +6,10 @@ import contextlib
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import _api, _status
+from . import _api, _status, errors
 from . import _ctypes_cuda as cu
 from . import _ctypes_structs as c
 from . import _fallback_host as host
@@ -334,6 +334,109 @@ def unmap(mapping: Any) -> None:
 def release(region: Any) -> None:
     with _current(_devices[region.provider]):
         call("cuMemRelease", region.native)
+
+
+# ---- copies: a stream and an event for each thread of a queue ----
+
+
+class CopyStream:
+    """A thread's stream on a device, and the event that proves the end of what was issued on it."""
+
+    __slots__ = ("device", "event", "stream")
+
+    def __init__(self, device: int) -> None:
+        """Make both. The caller has made the device's context current."""
+        stream, event = c_void_p(), c_void_p()
+        call("cuStreamCreate", cu.byref(stream), cu.STREAM_NON_BLOCKING)
+        try:
+            call("cuEventCreate", cu.byref(event), cu.EVENT_DISABLE_TIMING)
+        except BaseException:
+            _driver.cuStreamDestroy(stream)
+            raise
+        self.device, self.stream, self.event = device, stream.value or 0, event.value or 0
+
+    def close(self) -> None:
+        with contextlib.suppress(errors.KVReuseError), _current(_take_device(self.device, "copy")):
+            _driver.cuEventDestroy(self.event)
+            _driver.cuStreamDestroy(self.stream)
+
+
+def copy_ready(ordinal: int, what: str) -> None:
+    _take_device(ordinal, what)
+
+
+Entries = Sequence[tuple[int, int, int, int]]  # destination, source, bytes, index
+
+
+def _issue_batch(stream: CopyStream, entries: Entries) -> bool:
+    """Issue all by one call; False if it cannot be had: take one call an entry."""
+    count = len(entries)
+    if _driver.cuMemcpyBatchAsync is None or count < 2:
+        return False
+    dsts, srcs, sizes, _ = zip(*entries, strict=True)
+    attributes = cu.MemcpyAttributes(src_access_order=cu.SRC_ACCESS_ORDER_STREAM)
+    code = _driver.cuMemcpyBatchAsync(
+        (c_uint64 * count)(*dsts),
+        (c_uint64 * count)(*srcs),
+        (c_size_t * count)(*sizes),
+        count,
+        cu.byref(attributes),
+        cu.byref(c_size_t(0)),
+        1,
+        stream.stream,
+    )
+    # A driver may have the entry point and not the device for it: nothing was issued then.
+    if code == cu.NOT_SUPPORTED:
+        return False
+    if code:
+        raise _status.from_curesult("cuMemcpyBatchAsync", code)
+    return True
+
+
+def _issue(stream: CopyStream, entries: Entries) -> tuple[int, errors.KVReuseError | None]:
+    """Issue all; return how many are on their way, and the failure."""
+    try:
+        if _issue_batch(stream, entries):
+            return len(entries), None
+    except errors.KVReuseError as error:
+        # A batch that failed may have been begun: it says not how far.
+        return len(entries), error
+    for issued, (dst, src, nbytes, _) in enumerate(entries):
+        code = _driver.cuMemcpyAsync(dst, src, nbytes, stream.stream)
+        if code:
+            return issued, _status.from_curesult("cuMemcpyAsync", code)
+    return len(entries), None
+
+
+def copy_issue(
+    ordinal: int, streams: dict[int, CopyStream], entries: Entries
+) -> tuple[int, bool, errors.KVReuseError | None]:
+    """Issue all; return how many are on their way, whether the stream's event tells of them, and the failure."""
+    issued, recorded, failure = 0, 0, None
+    try:
+        with _current(_take_device(ordinal, "copy")):
+            if ordinal not in streams:
+                streams[ordinal] = CopyStream(ordinal)
+            stream = streams[ordinal]
+            issued, failure = _issue(stream, entries)
+            # The event is what proves the end: without it nothing is known of what was issued.
+            recorded = _driver.cuEventRecord(stream.event, stream.stream) if issued else cu.OK
+            if recorded and failure is None:
+                failure = _status.from_curesult("cuEventRecord", recorded)
+    except errors.KVReuseError as error:
+        return issued, not recorded, error
+    return issued, not recorded, failure
+
+
+def event_poll(ordinal: int, event: int) -> bool:
+    """Tell whether a recorded event is over; raises if the driver does not tell."""
+    with _current(_take_device(ordinal, "copy")):
+        code = _driver.cuEventQuery(event)
+    if code == cu.NOT_READY:
+        return False
+    if code:
+        raise _status.from_curesult("cuEventQuery", code)
+    return True
 
 
 # ---- observation ----

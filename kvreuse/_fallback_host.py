@@ -197,6 +197,7 @@ class Mapping:
         "buffer",
         "calls",
         "closing",
+        "flights",
         "handle",
         "holds",
         "is_unmapped",
@@ -215,6 +216,7 @@ class Mapping:
         self.access = access
         self.uses = 0  # by mapping_use: callers may drop these
         self.holds = 0  # by tables and calls that read it; views are counted by the buffer
+        self.flights = 0  # operations that name it
         self.calls = 0  # as of a region
         self.closing = False
         self.is_unmapped = False  # CUDA: only the addresses are left to give back
@@ -237,7 +239,7 @@ _GENERATION_MAX = 2**31 - 1
 _generations: list[int] = []
 _objects: list[Any] = []
 _vacant: list[int] = []
-_counts: dict[int, int] = dict.fromkeys((c.KVR_SORT_REGION, c.KVR_SORT_MAPPING, c.KVR_SORT_LOCK, c.KVR_SORT_TABLE), 0)
+_counts: dict[int, int] = dict.fromkeys(range(c.KVR_SORT_REGION, c.KVR_SORT_OPERATION + 1), 0)
 
 _owner_pid = os.getpid()
 _is_forked = False
@@ -271,6 +273,11 @@ def unregister(thing: Any) -> None:
         _vacant.append(slot)
 
 
+def is_registered(thing: Any) -> bool:
+    """Whether a thing has a handle that is not stale. The caller holds `lock`."""
+    return thing.handle > 0 and _objects[thing.handle & 0xFFFFFFFF] is thing
+
+
 def find(handle: int, sort: type[T], call: str) -> T:
     """Return what a handle names, or raise. The caller holds `lock` for as long as it needs the thing."""
     if handle <= 0:
@@ -299,6 +306,12 @@ def call_end(thing: Any) -> None:
         _idle.notify_all()
 
 
+def tell_idle() -> None:
+    """Say that a call which was counted otherwise is done."""
+    with lock:
+        _idle.notify_all()
+
+
 def find_idle(handle: int, sort: type[T], call: str) -> T:
     """Find what is to be closed, once no call is on it; others' are waited for. The caller holds `lock`."""
     until = 0.0
@@ -316,6 +329,10 @@ def check_fork(call: str) -> None:
     """Refuse to work in a forked child of the process that owns the state."""
     if _is_forked:
         raise _status.make(c.KVR_ERROR_FORKED, c.KVR_DETAIL_FORKED, (_owner_pid, os.getpid()), call)
+
+
+def is_forked() -> bool:
+    return _is_forked
 
 
 def _after_fork_in_child() -> None:
@@ -750,6 +767,11 @@ def mapping_unmap(mapping: Any) -> None:
     with lock:
         thing = find_idle(handle, Mapping, call)
         is_used = thing.uses > 0 or thing.holds > 0
+        if thing.flights:
+            if is_used or (thing.buffer is not None and libc.export_count(thing.buffer)):
+                raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_MAPPING_IN_USE, (handle,), call)
+            values = (handle, thing.flights)
+            raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_MAPPING_IN_FLIGHT, values, call)
         if not is_used and thing.buffer is not None:
             try:
                 unmap_memory(thing.buffer)
@@ -767,6 +789,11 @@ def mapping_unmap(mapping: Any) -> None:
 
 def counts() -> dict[int, int]:
     return _counts
+
+
+def things(sort: type[T]) -> list[T]:
+    """All that have a handle, of a sort. The caller holds `lock`."""
+    return [thing for thing in _objects if type(thing) is sort]
 
 
 def region_fds() -> int:

@@ -269,6 +269,12 @@ class Table:
     def __init__(self, memory: MappingBuffer, fields: dict[str, Any], role: int, session: int, row: int) -> None:
         self.handle = 0
         self.calls = 0  # threads inside a call
+        self.operations = 0  # copies that name its slots; under host.lock
+        # Slots that each operation writes into, beside the caller. Lookups need no lock.
+        self.owners: dict[Any, frozenset[int]] = {}
+        self.given_up: dict[int, None] = {}  # aborted while an operation writes into them; under the part's lock
+        self.spoiled: dict[int, int] = {}  # by slot: the generation of which a copy failed
+        self.late: list[list[int]] = []  # claims of operations that have ended, to be given back under the part's lock
         self.memory = memory
         self.role, self.session, self.row = role, session, row
         self.wait_ns = 0
@@ -413,6 +419,10 @@ class Table:
             return False
         return self.role == READER or words[W_WRITER] == self.session
 
+    def owner_count(self, slot: int) -> int:
+        """Count the operations that write into a slot."""
+        return sum(slot in slots for slots in list(self.owners.values()))
+
     # ---- changing derived structures; the caller holds the lock and has set dirty ----
 
     def _neighbour(self, value: int) -> int:
@@ -509,6 +519,14 @@ class Table:
             self.links[4 * head + 1] = slot
         self.words[W_FREE_HEAD] = slot
         self.words[W_FREE] += 1
+
+    def free_reserved(self, slot: int) -> None:
+        """WRITING -> FREE; dirty is 0 before and after, unless this fails."""
+        words = self.words
+        words[W_DIRTY] = 1
+        self.free(slot)
+        words[W_WRITING] -= 1
+        words[W_DIRTY] = 0
 
     def fill(self, slot: int, key: bytes) -> int:
         """FREE -> WRITING under a key; return its generation."""
@@ -694,6 +712,8 @@ class Call:
         self.may_hold = True
         table.lock.take(table.wait_ns, self.name)
         self._check(table, check, repair)
+        if check and repair and (table.given_up or table.late):
+            self._settle(table)
 
     def breathe(self, table: Table, dirty: bool = False) -> None:
         """Let others have the lock for a moment, in the midst of a batch."""
@@ -705,6 +725,39 @@ class Call:
         self._check(table, True, True)
         if dirty:
             table.words[W_DIRTY] = 1
+
+    def breathe_row(self, table: Table) -> None:
+        """The same for a session that may be fenced, and changes its own row only."""
+        libc.lock_drop(table.lock.fds[0])
+        time.sleep(WAIT_MAX_S)
+        table.lock.take_record(time.monotonic_ns() + table.wait_ns, table.wait_ns, self.name)
+
+    def give_back(self, table: Table) -> None:
+        """Give back the claims of operations that have ended."""
+        done = 0
+        while table.late:
+            slots = table.late[0]
+            while slots:
+                if done and not done % HOLD_SLOTS:
+                    self.breathe_row(table)
+                done += 1
+                slot = slots[-1]
+                # Else the row was zeroed, and may be another's.
+                if table.words[W_ROWS + table.row] == table.session and table.own[8 + slot] & CLAIM_MASK:
+                    table.own[8 + slot] -= 1
+                del slots[-1]
+            del table.late[0]
+
+    def _settle(self, table: Table) -> None:
+        """Do what was left to do when operations ended and the lock could not be had."""
+        self.give_back(table)
+        for done, slot in enumerate(list(table.given_up)):
+            if done and not done % HOLD_SLOTS:
+                self.breathe(table)
+            if not table.owner_count(slot):
+                if table.state(slot) == WRITING:
+                    table.free_reserved(slot)
+                del table.given_up[slot]
 
     def _check(self, table: Table, check: bool, repair: bool) -> None:
         words = table.words

@@ -5,15 +5,14 @@ Meanings, checks and their order: include/kvreuse.h.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from . import _api, _status
-from . import _ctypes_libc as libc
 from . import _ctypes_structs as c
 from . import _fallback_host as host
 from ._fallback_host import INT32, UINT32, Mapping, MappingBuffer, Region, bytes_view, check_length, crc, int64_view
+from ._fallback_owners import check_still
 from ._fallback_part import (
     CLAIM_BITS,
     CLAIM_MASK,
@@ -47,7 +46,6 @@ from ._fallback_part import (
     W_STORED,
     W_WRITER,
     W_WRITING,
-    WAIT_MAX_S,
     WORDS_NBYTES,
     WRITER,
     WRITING,
@@ -215,6 +213,9 @@ def table_close(table: Any) -> None:
         host.check_fork(call)
         if thing.calls:
             raise _status.make(c.KVR_ERROR_BUSY, c.KVR_DETAIL_NONE, (), call)
+        if thing.operations:
+            values = (handle, thing.operations)
+            raise _status.make(c.KVR_ERROR_NOT_QUIESCENT, c.KVR_DETAIL_TABLE_IN_FLIGHT, values, call)
         host.unregister(thing)
         for mapping in thing.bound:
             if mapping is not None:
@@ -238,6 +239,7 @@ def _info(call: Call, table: Table) -> _api.TableInfo:
         table.session,
         table.role,
         table.row,
+        table.operations,
     )
 
 
@@ -516,6 +518,7 @@ def _stats(call: Call, table: Table) -> _api.TableStats:
         words[W_STALE],
         len(claimed),
         *words[W_STORED : W_FREED + 1].tolist(),
+        *[len(frozenset[int]().union(*list(table.owners.values())))],
     )
 
 
@@ -597,8 +600,22 @@ def table_claim_slots(table: Any, slots: Any, generations: Any) -> None:
 def _claim_slots(call: Call, table: Table, slots: list[int], generations: list[int]) -> None:
     call.require(table, READER, WRITER)
     call.require_slots(table, slots)
+    try:
+        claim_all(call, table, slots, generations, [])
+    except StaleSlotError as stale:
+        raise call.error(c.KVR_ERROR_STALE_BLOCK, stale.detail, stale.index, *stale.values) from None
+
+
+class StaleSlotError(Exception):
+    """A slot does not hold the block that was carried."""
+
+    def __init__(self, index: int, detail: int, *values: int) -> None:
+        self.index, self.detail, self.values = index, detail, values
+
+
+def claim_all(call: Call, table: Table, slots: list[int], generations: list[int], done: list[int]) -> None:
+    """Take the lock, claim all the slots and append them to `done`, or none of them."""
     call.take(table)
-    done: list[int] = []
     try:
         # Everything is checked before a full count is reported; in a longer batch, as far as one hold of the lock goes.
         for start in range(0, len(slots), HOLD_SLOTS):
@@ -607,16 +624,18 @@ def _claim_slots(call: Call, table: Table, slots: list[int], generations: list[i
             epoch = table.epoch()
             hold = range(start, min(start + HOLD_SLOTS, len(slots)))
             for i in hold:
-                _check_generation(call, table, i, slots[i], generations[i])
+                found = table.record_words[8 * slots[i] + 4]
+                if found != generations[i]:
+                    raise StaleSlotError(i, c.KVR_DETAIL_GENERATION, slots[i], generations[i], found)
                 record = table.record(slots[i])
                 if not table.is_content(record, epoch):
-                    values = (i, slots[i], record[RECORD_STATE], SEALED)
-                    raise call.error(c.KVR_ERROR_STALE_BLOCK, c.KVR_DETAIL_SLOT_STATE, *values)
+                    raise StaleSlotError(i, c.KVR_DETAIL_SLOT_STATE, slots[i], record[RECORD_STATE], SEALED)
             for i in hold:
                 _add_claim(call, table, i, slots[i])
                 done.append(slots[i])
     except BaseException:
         _undo_claims(table, done)
+        done.clear()
         raise
 
 
@@ -645,19 +664,12 @@ def _release(call: Call, table: Table, slots: list[int]) -> None:
         if wanted[slot] > own[8 + slot] & CLAIM_MASK:
             raise call.error(c.KVR_ERROR_STALE_BLOCK, c.KVR_DETAIL_NOT_CLAIMED, i, slot)
         if i and not i % HOLD_SLOTS:
-            _breathe_row(call, table)
+            call.breathe_row(table)
     for i, (slot, count) in enumerate(wanted.items()):
         if i and not i % HOLD_SLOTS:
-            _breathe_row(call, table)
+            call.breathe_row(table)
         if table.words[W_ROWS + table.row] == table.session:
             own[8 + slot] -= count
-
-
-def _breathe_row(call: Call, table: Table) -> None:
-    """Let others have the lock, for a session that may be fenced."""
-    libc.lock_drop(table.lock.fds[0])
-    time.sleep(WAIT_MAX_S)
-    table.lock.take_record(time.monotonic_ns() + table.wait_ns, table.wait_ns, call.name)
 
 
 def table_touch(table: Any, keys: Any, key_stride: Any, key_nbytes: Any) -> int:
@@ -953,10 +965,13 @@ def table_commit(table: Any, slots: Any, generations: Any, flags: Any) -> None:
     slots, generations = int64_view(slots, "slots"), int64_view(generations, "generations")
     flags = _status.as_integer(flags, "flags", *UINT32)
     check_length("generations", len(generations), len(slots), "entries")
-    run("table_commit", handle, _commit, slots.tolist(), generations.tolist(), flags)
+    run("table_commit", handle, commit_slots, slots.tolist(), generations.tolist(), flags)
 
 
-def _commit(call: Call, table: Table, slots: list[int], generations: list[int], flags: int) -> None:
+def commit_slots(
+    call: Call, table: Table, slots: list[int], generations: list[int], flags: int, own_count: int = 0
+) -> None:
+    """Seal reserved slots that nobody else writes into: at most `own_count` operations own each."""
     call.require(table, WRITER)
     call.require_flags(flags, c.KVR_COMMIT_CHECKSUM)
     call.require_slots(table, slots, allow_none=True)
@@ -969,6 +984,8 @@ def _commit(call: Call, table: Table, slots: list[int], generations: list[int], 
             raise call.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_SLOT_REPEATED, i, slot)
         seen.add(slot)
         entries.append(i)
+    # Before a CRC is taken of what is still written, and again under the lock.
+    check_still(call, table, slots, generations, own_count)
     has_crc = c.KVR_RECORD_HAS_DATA_CRC if flags & c.KVR_COMMIT_CHECKSUM else 0
     crcs = table.data_crcs([slots[i] for i in entries], call.name) if has_crc else [0] * len(entries)
     call.take(table)
@@ -979,6 +996,7 @@ def _commit(call: Call, table: Table, slots: list[int], generations: list[int], 
         state = table.state(slots[i])
         if state != WRITING:
             raise call.error(c.KVR_ERROR_STALE_BLOCK, c.KVR_DETAIL_SLOT_STATE, i, slots[i], state, WRITING)
+    check_still(call, table, slots, generations, own_count)
     if len(entries) > HOLD_SLOTS:
         call.breathe(table)
     words, memory = table.words, table.memory
@@ -1008,23 +1026,28 @@ def table_abort(table: Any, slots: Any, generations: Any) -> int:
     handle = _status.as_integer(table, "table")
     slots, generations = int64_view(slots, "slots"), int64_view(generations, "generations")
     check_length("generations", len(generations), len(slots), "entries")
-    return run("table_abort", handle, _abort, slots.tolist(), generations.tolist())  # type: ignore[no-any-return]
+    return run("table_abort", handle, abort_slots, slots.tolist(), generations.tolist())  # type: ignore[no-any-return]
 
 
-def _abort(call: Call, table: Table, slots: list[int], generations: list[int]) -> int:
+def abort_slots(call: Call, table: Table, slots: list[int], generations: list[int]) -> int:
+    """Free reserved slots, those that operations write into when these have ended; return how many were freed now."""
     call.require(table, WRITER)
     call.require_slots(table, slots, allow_none=True)
     call.take(table)
-    words, freed = table.words, 0
+    freed = 0
     for i, slot in enumerate(slots):
         if i and not i % HOLD_SLOTS:
             call.breathe(table)
-        if slot != -1 and table.state(slot) == WRITING and table.record_words[8 * slot + 4] == generations[i]:
-            words[W_DIRTY] = 1
-            table.free(slot)
-            words[W_WRITING] -= 1
+        if slot == -1 or table.state(slot) != WRITING or table.record_words[8 * slot + 4] != generations[i]:
+            continue
+        if slot in table.given_up:
+            continue
+        # Said before it is looked: an operation that ends now sees the one, or this the other.
+        table.given_up[slot] = None
+        if not table.owner_count(slot):
+            table.free_reserved(slot)
+            del table.given_up[slot]
             freed += 1
-            words[W_DIRTY] = 0
     return freed
 
 

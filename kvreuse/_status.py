@@ -42,9 +42,10 @@ STATUS: dict[int, tuple[str, type[_e.KVReuseError]]] = {
 NUMBER: dict[type[_e.KVReuseError], int] = {cls: number for number, (_, cls) in STATUS.items()}
 
 SOURCES = {0: "", 1: "errno", 2: "cuda"}
-SORTS = {1: "region", 2: "mapping", 3: "lock", 4: "part table"}
+SORTS = {1: "region", 2: "mapping", 3: "lock", 4: "part table", 5: "queue", 6: "operation"}
 KINDS = {0: "NONE", 1: "POSIX_FD", 8: "FABRIC"}
 ROLES = {1: "reader", 2: "writer", 3: "keeper"}
+OUTCOMES = {2: "DONE", 3: "FAILED", 4: "CANCELLED"}
 STATES = {0: "FREE", 1: "WRITING", 2: "SEALED"}
 
 # Which status an errno becomes; every other one is SYSTEM_CALL. native/handles.c holds the same rule.
@@ -144,6 +145,35 @@ DETAILS: dict[int, str] = {
     75: "the allocation is at location type {1}, id {2}: expected device {0} (type 1)",
     76: "nbytes {0} and physical_nbytes {1} do not fit: physical_nbytes must be as many or more",
     77: "mapping {0} is device memory: the CPU cannot read it; view it by DLPack or __cuda_array_interface__",
+    78: "a queue has 1 to {1} threads: got {0}",
+    79: "entry {0} would write {2} bytes at offset {1}: the destination has {3} bytes",
+    80: "entry {0} would read {2} bytes at offset {1}: the source has {3} bytes",
+    81: "entries {0} and {1} write into the same bytes: nothing was copied",
+    82: "entry {0} writes into bytes that entry {1} reads: nothing was copied; submit them one after the other",
+    83: "the destination can only be read (mapping {0}; 0: foreign memory)",
+    84: "queue {0} is being closed: it takes no more work",
+    85: "{1} operation(s) of queue {0} have not ended within {2} ns: what they name stays; wait, and close again",
+    86: "operation {0} has not ended: wait for it, or cancel it and wait",
+    87: "dependency {0} is of kind {1}: expected an fd 1, an operation 2 or a CUDA event 3",
+    88: "operation {0}, which this one waited for, ended {outcome1}: nothing was copied",
+    89: "{0} bytes are in quarantine, of {1} allowed: no new work is taken before some has ended or was given back",
+    90: "mapping {0} is named by {1} operation(s) that have not ended: wait for them",
+    91: "entry {0}: slot {1} is still being written by {2} operation(s): wait for them, or commit after them",
+    92: "entry {0}: a copy into slot {1} failed or was cancelled: its bytes are invalid; abort the reservation",
+    93: "the part has {1} operation(s) that have not ended: wait for them, and close again",
+    94: "entry {0}: only {1} of {2} bytes were moved",
+    95: "entry {0}: the block in slot {1} has CRC {3}, at its commit it had {2}",
+    96: "entry {0}: the reservation of slot {1} was aborted",
+    97: "operation {0} is not in quarantine: only such can be given back",
+    98: "queue {0} was not opened for faults",
+    99: "fault {0} is unknown",
+    100: "operation {0} was given back by an operator while its end was unknown",
+    101: "segment {0} lies at offset {1} of a slot and has {2} bytes: a slot has {3}",
+    102: "entry {0} names engine block {1}: it does not lie within the {3} bytes of segment {2}'s memory",
+    103: "direction {0} is unknown: expected IN 1 or OUT 2",
+    104: "operation {0} was cancelled: its destination is invalid",
+    105: "segment {0} has offset {1} and stride {2} for blocks of {3} bytes: expected 0 or more, and at least a block",
+    106: "foreign memory cannot be {1} bytes at address {0}",
 }
 
 _CODES = _errno.errorcode
@@ -182,6 +212,7 @@ def make(
         state2=STATES.get(v[2], str(v[2])),
         state3=STATES.get(v[3], str(v[3])),
         holder1=_holder(v[1]),
+        outcome1=OUTCOMES.get(v[1], str(v[1])),
         provider1="host" if v[1] < 0 else f"cuda:{v[1]}",
         cuda=_cuda.describe_result(native_code) if native_source == 2 else "",
         missing=_cuda.missing_reason() if detail == 63 else "",
@@ -196,6 +227,10 @@ def make(
     }
     if detail == 50:
         fields.update(needed=v[0], free=v[1], evictable=v[2])
+    elif detail in (85, 90, 93):
+        fields.update(count=v[1])
+    elif detail == 91:
+        fields.update(count=v[2])
     elif detail == 42 and v[1] > 0:
         fields.update(holder_pid=v[1])
     elif detail == 30:

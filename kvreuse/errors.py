@@ -134,11 +134,15 @@ class TooManyFdsError(KVReuseError):
 
 
 class BusyError(KVReuseError):
-    """Somebody still uses it; nothing changed."""
+    """Somebody still uses it; nothing changed. `count`: operations in flight that do; None if none of them does."""
+
+    count: int | None = None
 
 
 class NotQuiescentError(KVReuseError):
-    """Native work is still outstanding; the memory is kept."""
+    """Native work is still outstanding; the memory is kept. `count`: operations that have not ended."""
+
+    count: int | None = None
 
 
 class NotReadyError(KVReuseError):

@@ -419,6 +419,9 @@ class _Owned:
         warnings.warn(f"{type(self).__name__} was dropped without close()", ResourceWarning, stacklevel=2, source=self)
 
 
+_copied_lock = threading.RLock()
+
+
 class Region(_Owned):
     """One physical allocation. Made by Provider.allocate and Provider.import_region; owns its handle and fd."""
 
@@ -430,12 +433,24 @@ class Region(_Owned):
         self._ordinal = info.provider
         self._nbytes, self._physical_nbytes = info.nbytes, info.physical_nbytes
         self._kind, self._region_id = HandleKind(info.kind), info.region_id
+        self._copied: Mapping | None = None  # what copies of this region use
 
     def __repr__(self) -> str:
         return f"<kvreuse.Region {self._provider} {self._nbytes} bytes {self._kind.name} handle {self._handle}>"
 
     def _close_handle(self, handle: int) -> None:
+        with _copied_lock:
+            if self._copied is not None:
+                self._copied.close()
+                self._copied = None
         _backend.region_close(handle)
+
+    def _copy_mapping(self) -> Mapping:
+        """Map it for copies, once, with all the access there is; closed with the region."""
+        with _copied_lock:
+            if self._copied is None:
+                self._copied = self.map(Access(_backend.region_info(self.handle).access))
+            return self._copied
 
     @property
     def provider(self) -> str:

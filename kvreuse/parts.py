@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
@@ -19,15 +19,18 @@ import numpy.typing as npt
 from . import _status
 from ._api import TableStats
 from ._select import backend as _backend
+from .copies import After, CopyQueue, Operation, after_words, int64s, submit_words
 from .errors import (
     BusyError,
     ForkedError,
     HandleClosedError,
     KVReuseError,
+    NotQuiescentError,
     RangeError,
     StaleBlockError,
 )
 from .handles import IMPORT_ALLOW_UNSEALED, MAP_DONTFORK, PAYLOAD_NBYTES, Access, DeviceView, HandleKind
+from .memory import EngineBlocks
 
 if TYPE_CHECKING:
     from .keeper.client import Attachment
@@ -41,6 +44,8 @@ ROLE_WRITER = 2
 RESERVE_EVICT = 1
 RESERVE_DUPLICATE = 2
 COMMIT_CHECKSUM = 1
+DIRECTION_IN, DIRECTION_OUT = 1, 2  # KVR_DIRECTION_...
+SLOTS_COMMIT, SLOTS_CHECKSUM, SLOTS_VERIFY = 1, 2, 4  # KVR_SLOTS_...
 # Bounds the memory and the claims of a verification at a time.
 VERIFY_BATCH_SLOTS = 1024
 
@@ -196,6 +201,7 @@ class Part:
         kind, _, ordinal = attachment.provider.partition(":")
         self._ordinal = int(ordinal) if kind == "cuda" else -1
         self._slots_per_region = 0
+        self._queue: CopyQueue | None = None
 
     @classmethod
     def _open(cls, attachment: Attachment, manifest: Manifest, rank: Rank) -> Part:
@@ -518,6 +524,118 @@ class Part:
             count, first = _backend.table_inventory(self._handle, first, slots, generations, keys, nbytes)
             yield from _unpack_keys(keys, nbytes, count)
 
+    # ---- copies ----
+
+    @property
+    def queue(self) -> CopyQueue:
+        """The queue that copies of this part take unless another is named: one thread, started at the first use."""
+        with self._lock:
+            _ = self._handle
+            if self._queue is None:
+                self._queue = CopyQueue(1, self._keeper.profile)
+            return self._queue
+
+    def store(
+        self,
+        keys: Keys,
+        engine_blocks: EngineBlocks,
+        indices: npt.ArrayLike,
+        *,
+        evict: bool = False,
+        duplicate: bool = False,
+        queue: CopyQueue | None = None,
+        after: Iterable[After] = (),
+    ) -> Operation:
+        """Reserve a slot for each key, copy the engine's blocks in, and commit when all bytes have moved.
+
+        The commit happens also when the caller goes away; if the operation FAILED or was CANCELLED the slots are given
+        back and nothing is present.
+
+        Parameters
+        ----------
+        keys, evict, duplicate :
+            As `reserve`: what is present already is not copied.
+        engine_blocks : EngineBlocks
+            All segments of the manifest.
+        indices : integers of shape (n,)
+            The engine block of each key.
+        queue : CopyQueue, optional
+            By default the part's own.
+        after : sequence, optional
+            As CopyQueue.submit.
+
+        Returns
+        -------
+        Operation
+
+        Raises
+        ------
+        NoSpaceError, BusyError, StaleEpochError, WaitTimeoutError
+            As `reserve`; nothing changed.
+        RangeError, TypeError, ProfileError, NotQuiescentError
+            As CopyQueue.submit; nothing changed.
+        """
+        queue = queue or self.queue
+        queue.check_after(after := tuple(after))
+        reservation = self.reserve(keys, evict=evict, duplicate=duplicate)
+        try:
+            operation = reservation._submit(
+                DIRECTION_IN, engine_blocks, indices, None, None, queue, after, commits=True
+            )
+        except BaseException:
+            reservation.abort()
+            raise
+        reservation._finish()
+        return operation
+
+    def load(
+        self,
+        claim: Claim,
+        engine_blocks: EngineBlocks,
+        indices: npt.ArrayLike,
+        segments: Sequence[str] | None = None,
+        *,
+        queue: CopyQueue | None = None,
+        after: Iterable[After] = (),
+    ) -> Operation:
+        """Copy claimed blocks out to the engine. The operation has a claim of its own: `claim` may be released at once.
+
+        Parameters
+        ----------
+        claim : Claim
+            Of this part.
+        engine_blocks, indices, segments, queue, after :
+            As Claim.copy_out.
+
+        Returns
+        -------
+        Operation
+            FAILED with StaleBlockError if a block is gone.
+        """
+        if claim._part is not self:
+            raise _range_error("the claim is of another part")
+        return claim.copy_out(engine_blocks, indices, segments=segments, queue=queue, after=after)
+
+    def _layout(self, engine_blocks: EngineBlocks, segments: Sequence[str] | None) -> list[tuple[str, int, int]]:
+        """Find where the segments lie in a slot: (name, offset, bytes)."""
+        if self.manifest.segments is None:
+            if len(engine_blocks.segments) != 1:
+                count = len(engine_blocks.segments)
+                raise _range_error(f"the manifest declares no segments: the engine's blocks must have one, not {count}")
+            whole = [(engine_blocks.segments[0], 0, self.block_bytes)]
+        else:
+            whole, offset = [], 0
+            for name, nbytes in self.manifest.segments:
+                whole.append((name, offset, nbytes))
+                offset += nbytes
+        if segments is None:
+            return whole
+        by_name = {name: (name, offset, nbytes) for name, offset, nbytes in whole}
+        unknown = [name for name in segments if name not in by_name]
+        if unknown:
+            raise _range_error(f"the manifest has no segment {unknown[0]!r}: it has {', '.join(map(repr, by_name))}")
+        return [by_name[name] for name in segments]
+
     def stats(self) -> TableStats:
         """Read the part's counts and words.
 
@@ -539,12 +657,25 @@ class Part:
         ------
         BusyError
             A view of a slot is still used (a numpy array made of it, say): its memory may get another writer.
+        NotQuiescentError
+            Copies of the part have not ended: wait for them, and close again.
         """
         with self._lock:
             if self._closed:
                 return
             if self._pid != os.getpid():
                 raise ForkedError("the part belongs to the parent process", status=-26, name="FORKED")
+            in_flight = _backend.table_info(self._table).operation_count if self._table else 0
+            if in_flight:
+                raise NotQuiescentError(
+                    f"{in_flight} operation(s) of the part have not ended: wait for them, and close again",
+                    status=-13,
+                    name="NOT_QUIESCENT",
+                    count=in_flight,
+                )
+            if self._queue is not None:
+                self._queue.close()
+                self._queue = None
             open_slots = list(self._unended)
             for item in open_slots:
                 item._drop_views()
@@ -647,6 +778,56 @@ class _Slots:
                 view.release()
         self._views = []
 
+    def _submit(
+        self,
+        direction: int,
+        engine_blocks: EngineBlocks | None,
+        indices: npt.ArrayLike,
+        entries: npt.ArrayLike | None,
+        segments: Sequence[str] | None,
+        queue: CopyQueue | None,
+        after: Iterable[After],
+        commits: bool = False,
+    ) -> Operation:
+        part = self._part
+        if self._done or part._closed:
+            raise HandleClosedError(f"this {type(self).__name__} has ended", status=-3, name="HANDLE_CLOSED")
+        queue = queue or part.queue
+        queue.check_after(after := tuple(after))
+        slots, generations = self.slots, self.generations
+        if entries is not None:
+            wanted = int64s(entries, "entries")
+            if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(slots)):
+                raise _range_error(f"entries must be from 0 to {len(slots)} - 1: got {wanted.min()} to {wanted.max()}")
+            slots, generations = np.ascontiguousarray(slots[wanted]), np.ascontiguousarray(generations[wanted])
+        words: list[int] = []
+        kept: list[Any] = []
+        if engine_blocks is not None:
+            words, kept = engine_blocks.words(part._layout(engine_blocks, segments))
+        flags = 0
+        if commits:
+            flags = SLOTS_COMMIT | (SLOTS_CHECKSUM if self._checks() else 0)
+        elif direction == DIRECTION_OUT and part._checksum == "always" and part._ordinal < 0:
+            flags = SLOTS_VERIFY
+        waits, waited = after_words(after)
+        handle = _backend.copy_slots(
+            queue.handle,
+            part._handle,
+            direction,
+            np.array(part._mappings, np.int64),
+            slots,
+            generations,
+            int64s(indices, "indices"),
+            submit_words(words),
+            flags,
+            submit_words(waits),
+        )
+        return queue._adopt(handle, (kept, waited, part), "store" if direction == DIRECTION_IN else "load")
+
+    def _checks(self) -> bool:
+        """Whether a commit computes checksums."""
+        return self._part._checksum != "off" and self._part._ordinal < 0
+
     def _finish(self) -> None:
         self._done = True
         self._drop_views()
@@ -704,11 +885,60 @@ class Reservation(_Slots):
         self._views.append(view)
         return view
 
-    def commit(self) -> None:
+    def copy_in(
+        self,
+        engine_blocks: EngineBlocks,
+        indices: npt.ArrayLike,
+        entries: npt.ArrayLike | None = None,
+        segments: Sequence[str] | None = None,
+        *,
+        queue: CopyQueue | None = None,
+        after: Iterable[After] = (),
+    ) -> Operation:
+        """Copy an engine's blocks into the reserved slots. Commit after it: ``commit(after=[operation])``.
+
+        Parameters
+        ----------
+        engine_blocks : EngineBlocks
+            Where they are.
+        indices : integers of shape (n,)
+            The engine block of each entry.
+        entries : integers of shape (n,), optional
+            Which entries of the reservation; by default all. Entries without a slot are skipped.
+        segments : sequence of str, optional
+            Only these of the manifest's; by default all.
+        queue, after :
+            As Part.store.
+
+        Returns
+        -------
+        Operation
+            After FAILED or CANCELLED the reservation cannot be committed any more (O4).
+        """
+        return self._submit(DIRECTION_IN, engine_blocks, indices, entries, segments, queue, after)
+
+    def commit(self, after: Iterable[After] = (), *, queue: CopyQueue | None = None) -> Operation | None:
         """Seal the slots, in order: the blocks are present from now on. Views end.
+
+        Parameters
+        ----------
+        after : sequence, optional
+            Commit only when these are over and, being operations, DONE; also if the caller goes away. If one ended
+            otherwise, the slots are given back and nothing is present. The reservation ends at once.
+        queue : CopyQueue, optional
+            With `after`: whose thread commits.
+
+        Returns
+        -------
+        Operation or None
+            None without `after`: it is committed.
 
         Raises
         ------
+        BusyError
+            A copy into a slot has not ended: name it in `after`.
+        CorruptError
+            A copy into a slot FAILED or was CANCELLED: its bytes are invalid; abort.
         StaleEpochError
             Another writer took the part; nothing is sealed.
         HandleClosedError
@@ -717,10 +947,16 @@ class Reservation(_Slots):
         if self._done or self._part._closed:
             raise HandleClosedError("this Reservation has ended", status=-3, name="HANDLE_CLOSED")
         self._drop_views()
-        is_unchecked = self._part._checksum == "off" or self._part._ordinal >= 0
-        flags = 0 if is_unchecked else COMMIT_CHECKSUM
+        after = tuple(after)
+        if after:
+            none = np.zeros(len(self.slots), np.int64)
+            operation = self._submit(DIRECTION_IN, None, none, None, None, queue, after, commits=True)
+            self._finish()
+            return operation
+        flags = COMMIT_CHECKSUM if self._checks() else 0
         _backend.table_commit(self._part._handle, self.slots, self.generations, flags)
         self._finish()
+        return None
 
     def abort(self) -> None:
         """Give the slots back unwritten; after commit or abort it does nothing."""
@@ -763,6 +999,38 @@ class Claim(_Slots):
             base.release()
         self._views.append(view)
         return view
+
+    def copy_out(
+        self,
+        engine_blocks: EngineBlocks,
+        indices: npt.ArrayLike,
+        entries: npt.ArrayLike | None = None,
+        segments: Sequence[str] | None = None,
+        *,
+        queue: CopyQueue | None = None,
+        after: Iterable[After] = (),
+    ) -> Operation:
+        """Copy claimed blocks out to the engine. The operation has a claim of its own.
+
+        Under the checksum policy `always` whole blocks are verified before the first byte moves, whatever the segments.
+
+        Parameters
+        ----------
+        engine_blocks, queue, after :
+            As Reservation.copy_in.
+        indices : integers of shape (n,)
+            The engine block of each entry.
+        entries : integers of shape (n,), optional
+            Which entries of the claim; by default all.
+        segments : sequence of str, optional
+            Only these, in this order: one layer a call, say.
+
+        Returns
+        -------
+        Operation
+            FAILED with StaleBlockError: a block is gone; with CorruptError: one differs from its checksum.
+        """
+        return self._submit(DIRECTION_OUT, engine_blocks, indices, entries, segments, queue, after)
 
     def release(self) -> None:
         """Give the claim back; again does nothing. Views end."""

@@ -69,6 +69,7 @@ class Copies(_Section, frozen=True, kw_only=True):
     """[copies]"""
 
     quarantine_max_bytes: _Bytes = 1073741824
+    after: Literal["optional", "required"] = "optional"
 
 
 class Security(_Section, frozen=True, kw_only=True):

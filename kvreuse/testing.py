@@ -1,4 +1,4 @@
-"""A keeper for tests and examples."""
+"""For tests and examples: a keeper, and copies that go wrong as told."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import IO, Any
 
 import msgspec
 
-from .errors import KeeperUnavailableError
+from ._select import backend as _backend
+from .copies import QUEUE_FAULTS, CopyQueue
+from .errors import KeeperUnavailableError, WaitTimeoutError
 from .profile import Profile
 
 START_TIMEOUT_S = 30.0
@@ -69,6 +71,41 @@ def keeper(profile: Profile | Mapping[str, Any] | str | os.PathLike[str] | None 
             if reader.ident:
                 reader.join(STOP_TIMEOUT_S)
             process.stderr.close()
+
+
+class FaultyQueue(CopyQueue):
+    """A CopyQueue whose next operation goes wrong as told. It runs on the queue's threads then, however small it is."""
+
+    def __init__(self, threads: int = 1, profile: Profile | None = None) -> None:
+        super().__init__(threads, profile, _flags=QUEUE_FAULTS)
+
+    def pause_at(self, nbytes: int) -> None:
+        """Stop the next operation when it has moved `nbytes` bytes, until `resume`; without that it hangs."""
+        _backend.queue_fault(self.handle, 1, 0, nbytes)
+
+    def fail_at(self, entry: int, code: int) -> None:
+        """Let entry `entry` of the next operation fail with an errno."""
+        _backend.queue_fault(self.handle, 2, entry, code)
+
+    def short_at(self, entry: int, nbytes: int) -> None:
+        """Let entry `entry` of the next operation move only `nbytes` bytes."""
+        _backend.queue_fault(self.handle, 3, entry, nbytes)
+
+    def fail_submit(self, code: int) -> None:
+        """Let the next submit fail with an errno, after it took all that it needs."""
+        _backend.queue_fault(self.handle, 4, 0, code)
+
+    def resume(self) -> None:
+        """Let all operations go on that were submitted so far."""
+        _backend.queue_resume(self.handle)
+
+    def wait_paused(self, timeout: float = 10.0) -> None:
+        """Wait until an operation has stopped. Raises WaitTimeoutError."""
+        deadline = time.monotonic() + timeout
+        while not self.info().paused:
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"nothing has stopped within {timeout:g} s", status=-23, name="WAIT_TIMEOUT")
+            time.sleep(0.001)
 
 
 def _short_folder() -> str | None:

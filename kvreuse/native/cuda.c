@@ -4,11 +4,12 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "cuda_driver.h"
-#include "internal.h"
+#include "copies.h"
 
 typedef struct device {
     _Atomic int32_t is_ready;
@@ -28,6 +29,7 @@ static struct {
     _Atomic int32_t gives_cloexec; /* its exported fds are CLOEXEC by themselves: 1, -1 they are not, 0 not seen yet */
     device devices[KVR_ORDINAL_COUNT_MAX];
     KVR_DRIVER_REQUIRED(POINTER)
+    KVR_DRIVER_USED_IF_THERE(POINTER)
 } driver = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 #undef POINTER
 
@@ -82,6 +84,13 @@ static int32_t load(const char *call)
     memcpy(&driver.name, &found, sizeof driver.name);
     KVR_DRIVER_REQUIRED(RESOLVE)
 #undef RESOLVE
+#define RESOLVE_IF_THERE(name, symbol, version, parameters)     \
+    found = entry(get, #name, symbol, version);                  \
+    memcpy(&driver.name, &found, sizeof driver.name);
+    KVR_DRIVER_USED_IF_THERE(RESOLVE_IF_THERE)
+#undef RESOLVE_IF_THERE
+    if (driver.cuMemcpyBatchAsync)
+        features |= KVR_CUDA_HAS_BATCH_COPY;
 #define ASK(name, symbol, version, feature)  \
     if (entry(get, name, symbol, version))   \
         features |= (uint32_t)(feature);
@@ -523,6 +532,141 @@ int32_t kvr_cuda_release(const kvr_region *region)
     status = CALL(cuMemRelease, region->native);
     leave(target, previous);
     return status;
+}
+
+/* ---- copies: a stream and an event for each thread of a queue ---- */
+
+int32_t kvr_cuda_ready(int32_t ordinal, const char *call)
+{
+    const device *target = NULL;
+    return take_device(ordinal, call, &target);
+}
+
+static int32_t open_stream(kvr_copy_stream *stream, int32_t ordinal)
+{
+    int32_t status;
+    if (stream->is_open)
+        return KVR_OK;
+    status = CALL(cuStreamCreate, &stream->stream, KVR_CU_STREAM_NON_BLOCKING);
+    if (status)
+        return status;
+    status = CALL(cuEventCreate, &stream->event, KVR_CU_EVENT_DISABLE_TIMING);
+    if (status) {
+        (void)driver.cuStreamDestroy(stream->stream);
+        return status;
+    }
+    stream->device = ordinal;
+    stream->is_open = 1;
+    return KVR_OK;
+}
+
+/* One call for all entries; KVR_PENDING: it cannot be had, take one call an entry. */
+static int32_t issue_batch(const kvr_copy_stream *stream, const kvr_entry *entries, int64_t count)
+{
+    kvr_cu_memcpy_attributes attributes = {.src_access_order = KVR_CU_SRC_ACCESS_ORDER_STREAM};
+    size_t first = 0, *sizes;
+    uint64_t *dsts, *srcs;
+    int64_t i;
+    int32_t code;
+    if (!driver.cuMemcpyBatchAsync || count < 2)
+        return KVR_PENDING;
+    dsts = malloc((size_t)count * 3 * sizeof *dsts);
+    if (!dsts)
+        return KVR_PENDING;
+    srcs = dsts + count;
+    sizes = (size_t *)(void *)(srcs + count);
+    for (i = 0; i < count; i++) {
+        dsts[i] = entries[i].dst;
+        srcs[i] = entries[i].src;
+        sizes[i] = (size_t)entries[i].nbytes;
+    }
+    code = driver.cuMemcpyBatchAsync(dsts, srcs, sizes, (size_t)count, &attributes, &first, 1, stream->stream);
+    free(dsts);
+    /* A driver may have the entry point and not the device for it: nothing was issued then. */
+    if (code == KVR_CU_NOT_SUPPORTED)
+        return KVR_PENDING;
+    return code ? fail_driver("cuMemcpyBatchAsync", code) : KVR_OK;
+}
+
+static int32_t issue(const kvr_copy_stream *stream, const kvr_entry *entries, int64_t count, int64_t *out_issued)
+{
+    int64_t i;
+    int32_t status = issue_batch(stream, entries, count);
+    if (status != KVR_PENDING) {
+        /* A batch that failed may have been begun: it says not how far. */
+        *out_issued = count;
+        return status;
+    }
+    for (i = 0; i < count; i++) {
+        status = CALL(cuMemcpyAsync, entries[i].dst, entries[i].src, (size_t)entries[i].nbytes, stream->stream);
+        if (status)
+            return status;
+        *out_issued = i + 1;
+    }
+    return KVR_OK;
+}
+
+int32_t kvr_cuda_copy_issue(int32_t ordinal, kvr_copy_stream *stream, const kvr_entry *entries, int64_t count, int64_t *out_issued)
+{
+    const device *target = NULL;
+    kvr_error why;
+    void *previous;
+    int32_t recorded, status = take_device(ordinal, "copy", &target);
+    *out_issued = 0;
+    if (!status)
+        status = enter(target, &previous);
+    if (status)
+        return status;
+    status = open_stream(stream, ordinal);
+    if (!status) {
+        status = issue(stream, entries, count, out_issued);
+        (void)kvr_error_get(&why);
+        /* The event is what proves the end: without it nothing is known of what was issued. */
+        recorded = *out_issued ? driver.cuEventRecord(stream->event, stream->stream) : KVR_CU_OK;
+        if (recorded)
+            stream->is_open = 0;
+        if (recorded && !status)
+            status = fail_driver("cuEventRecord", recorded);
+        else if (status)
+            (void)kvr_fail_again(&why);
+    }
+    leave(target, previous);
+    return status;
+}
+
+int32_t kvr_cuda_copy_poll(int32_t ordinal, const kvr_copy_stream *stream)
+{
+    if (!stream->is_open)
+        return KVR_ERROR_DRIVER; /* its event could not be recorded */
+    return kvr_cuda_event_poll(ordinal, (uint64_t)(uintptr_t)stream->event);
+}
+
+int32_t kvr_cuda_event_poll(int32_t ordinal, uint64_t event)
+{
+    const device *target = NULL;
+    void *previous;
+    int32_t code, status = take_device(ordinal, "copy", &target);
+    if (!status)
+        status = enter(target, &previous);
+    if (status)
+        return status;
+    code = driver.cuEventQuery((void *)(uintptr_t)event);
+    leave(target, previous);
+    if (code == KVR_CU_NOT_READY)
+        return KVR_PENDING;
+    return code ? fail_driver("cuEventQuery", code) : KVR_OK;
+}
+
+void kvr_cuda_stream_close(kvr_copy_stream *stream)
+{
+    const device *target = NULL;
+    void *previous;
+    if (take_device(stream->device, "copy", &target) || enter(target, &previous))
+        return;
+    (void)driver.cuEventDestroy(stream->event);
+    (void)driver.cuStreamDestroy(stream->stream);
+    leave(target, previous);
+    stream->is_open = 0;
 }
 
 /* ---- observation ---- */

@@ -28,6 +28,15 @@ typedef struct kvr_cu_access_desc {
     int32_t flags;
 } kvr_cu_access_desc;
 
+typedef struct kvr_cu_memcpy_attributes {
+    int32_t src_access_order;
+    kvr_cu_location src_loc_hint;
+    kvr_cu_location dst_loc_hint;
+    uint32_t flags;
+} kvr_cu_memcpy_attributes;
+
+_Static_assert(sizeof(kvr_cu_memcpy_attributes) == 24, "CUmemcpyAttributes");
+_Static_assert(offsetof(kvr_cu_memcpy_attributes, flags) == 20, "CUmemcpyAttributes");
 _Static_assert(sizeof(kvr_cu_location) == 8, "CUmemLocation");
 _Static_assert(sizeof(kvr_cu_allocation_prop) == 32, "CUmemAllocationProp");
 _Static_assert(offsetof(kvr_cu_allocation_prop, win32_handle_meta_data) == 16, "CUmemAllocationProp");
@@ -38,6 +47,7 @@ _Static_assert(sizeof(kvr_cu_access_desc) == 12, "CUmemAccessDesc");
 #define KVR_CU_INVALID_VALUE 1
 #define KVR_CU_OUT_OF_MEMORY 2
 #define KVR_CU_NO_DEVICE 100
+#define KVR_CU_NOT_READY 600
 #define KVR_CU_NOT_PERMITTED 800
 #define KVR_CU_NOT_SUPPORTED 801
 #define KVR_CU_ALLOCATION_PINNED 1
@@ -47,6 +57,9 @@ _Static_assert(sizeof(kvr_cu_access_desc) == 12, "CUmemAccessDesc");
 #define KVR_CU_ATTRIBUTE_VMM 102
 #define KVR_CU_ATTRIBUTE_POSIX_FD 103
 #define KVR_CU_ATTRIBUTE_FABRIC 128
+#define KVR_CU_SRC_ACCESS_ORDER_STREAM 1
+#define KVR_CU_STREAM_NON_BLOCKING 1
+#define KVR_CU_EVENT_DISABLE_TIMING 2
 #define KVR_CU_POINTER_RANGE_SIZE 12
 #define KVR_CU_POINTER_ALLOWED_HANDLE_TYPES 14
 
@@ -79,11 +92,23 @@ _Static_assert(sizeof(kvr_cu_access_desc) == 12, "CUmemAccessDesc");
     X(cuMemSetAccess, "cuMemSetAccess", 10020, (uint64_t address, size_t size, const kvr_cu_access_desc *descs, size_t count)) \
     X(cuMemGetAccess, "cuMemGetAccess", 10020, (uint64_t *flags, const kvr_cu_location *location, uint64_t address)) \
     X(cuMemGetAddressRange, "cuMemGetAddressRange_v2", 3020, (uint64_t *base, size_t *size, uint64_t address)) \
-    X(cuPointerGetAttribute, "cuPointerGetAttribute", 4000, (void *data, int32_t attribute, uint64_t address))
+    X(cuPointerGetAttribute, "cuPointerGetAttribute", 4000, (void *data, int32_t attribute, uint64_t address)) \
+    X(cuStreamCreate, "cuStreamCreate", 2000, (void **stream, uint32_t flags)) \
+    X(cuStreamDestroy, "cuStreamDestroy_v2", 4000, (void *stream)) \
+    X(cuEventCreate, "cuEventCreate", 2000, (void **event, uint32_t flags)) \
+    X(cuEventDestroy, "cuEventDestroy_v2", 4000, (void *event)) \
+    X(cuEventRecord, "cuEventRecord", 2000, (void *event, void *stream)) \
+    X(cuEventQuery, "cuEventQuery", 2000, (void *event)) \
+    X(cuMemcpyAsync, "cuMemcpyAsync", 4000, (uint64_t dst, uint64_t src, size_t size, void *stream))
+
+/* Optional, and used where it is there: NULL otherwise. */
+#define KVR_DRIVER_USED_IF_THERE(X) \
+    X(cuMemcpyBatchAsync, "cuMemcpyBatchAsync_v2", 13000, \
+      (const uint64_t *dsts, const uint64_t *srcs, const size_t *sizes, size_t count, const kvr_cu_memcpy_attributes *attributes, \
+       const size_t *attribute_indexes, size_t attribute_count, void *stream))
 
 /* X(name, symbol, version, feature): only asked for, to say whether the driver can do it. */
 #define KVR_DRIVER_OPTIONAL(X) \
-    X("cuMemcpyBatchAsync", "cuMemcpyBatchAsync_v2", 13000, KVR_CUDA_HAS_BATCH_COPY) \
     X("cuStreamQuery", "cuStreamQuery", 2000, KVR_CUDA_HAS_STREAM_QUERY) \
     X("cuMemGetHandleForAddressRange", "cuMemGetHandleForAddressRange", 11070, KVR_CUDA_HAS_ADDRESS_RANGE_HANDLE)
 

@@ -7,7 +7,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "internal.h"
+#include "copies.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -42,16 +42,19 @@ static struct {
     int64_t slot_count;
     int64_t *vacant; /* slots to use again, the last first; as many as the chunks have */
     int64_t vacant_count;
-    int64_t counts[5]; /* by sort */
+    int64_t counts[7]; /* by sort */
     int64_t fds;
     int64_t capacity;
     kvr_lock *locks;
     int64_t owner_pid;
     pthread_cond_t idle; /* the last call on something has ended */
     int64_t waiting;
+    kvr_queue *queues;
+    pthread_cond_t ended; /* an operation has, or a thread of a queue */
+    kvr_copy_counts copies;
     int64_t ids_left;
     uint64_t id_state[2]; /* of region ids: a forked child makes none */
-} process __attribute__((aligned(64))) = {.mutex = PTHREAD_MUTEX_INITIALIZER};
+} process __attribute__((aligned(64))) = {.mutex = PTHREAD_MUTEX_INITIALIZER, .copies.quarantine_limit = INT64_C(1) << 30};
 
 static _Thread_local kvr_error last_error;
 
@@ -73,6 +76,7 @@ __attribute__((constructor)) static void start(void)
     (void)pthread_condattr_init(&clock);
     (void)pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     (void)pthread_cond_init(&process.idle, &clock);
+    (void)pthread_cond_init(&process.ended, &clock);
     (void)pthread_condattr_destroy(&clock);
     (void)pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 }
@@ -140,6 +144,12 @@ int32_t kvr_fail_native(int32_t status, int32_t detail, const char *call, int32_
     return status;
 }
 
+int32_t kvr_fail_again(const kvr_error *error)
+{
+    last_error = *error;
+    return error->status;
+}
+
 int32_t kvr_error_get(kvr_error *out)
 {
     *out = last_error;
@@ -152,8 +162,35 @@ void kvr_handles_lock(void) { pthread_mutex_lock(&process.mutex); }
 void kvr_handles_unlock(void) { pthread_mutex_unlock(&process.mutex); }
 void kvr_count_fds(int64_t delta) { process.fds += delta; }
 kvr_lock **kvr_locks(void) { return &process.locks; }
+kvr_queue **kvr_queues(void) { return &process.queues; }
+kvr_copy_counts *kvr_copies(void) { return &process.copies; }
+pthread_mutex_t *kvr_handles_mutex(void) { return &process.mutex; }
+void kvr_tell_ended(void) { pthread_cond_broadcast(&process.ended); }
+
+int64_t kvr_now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+int32_t kvr_wait_ended(int64_t until_ns)
+{
+    struct timespec until = {until_ns / 1000000000, until_ns % 1000000000};
+    return pthread_cond_timedwait(&process.ended, &process.mutex, &until);
+}
 
 static slot *slot_at(int64_t index) { return &process.chunks[index / CHUNK_SLOTS][index % CHUNK_SLOTS]; }
+
+void kvr_forget_queue(const kvr_queue *queue)
+{
+    int64_t i;
+    for (i = 0; i < process.slot_count; i++) {
+        kvr_object *object = slot_at(i)->object;
+        if (object && object->sort == KVR_SORT_OPERATION && ((kvr_operation *)object)->queue == queue)
+            ((kvr_operation *)object)->queue = NULL;
+    }
+}
 
 static int32_t grow(const char *call)
 {
@@ -321,6 +358,16 @@ int32_t kvr_handle_counts_get(kvr_handle_counts *out)
     for (lock = process.locks; lock; lock = lock->next)
         out->locks++;
     out->fds = process.fds;
+    kvr_handles_unlock();
+    return KVR_OK;
+}
+
+int32_t kvr_copy_counts_get(kvr_copy_counts *out)
+{
+    kvr_handles_lock();
+    *out = process.copies;
+    out->queues = process.counts[KVR_SORT_QUEUE];
+    out->operations = process.counts[KVR_SORT_OPERATION];
     kvr_handles_unlock();
     return KVR_OK;
 }

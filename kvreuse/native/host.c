@@ -567,6 +567,8 @@ int32_t kvr_mapping_unmap(int64_t handle)
         mapping = (kvr_mapping *)object;
     if (!status && (mapping->use_count || mapping->hold_count))
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_MAPPING_IN_USE, call, handle, 0, 0, 0);
+    if (!status && mapping->flight_count)
+        status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_MAPPING_IN_FLIGHT, call, handle, mapping->flight_count, 0, 0);
     if (!status) {
         /* Giving back much memory takes long: not with the mutex held. Until it is done the handle is stale to all others. */
         mapping->object.closing = 1;

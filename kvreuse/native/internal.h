@@ -52,6 +52,7 @@ typedef struct kvr_mapping {
     int32_t use_count; /* by kvr_mapping_use: callers may drop these */
     int32_t hold_count; /* buffers given out, bound tables, calls that read it: only their makers drop these */
     int32_t is_unmapped; /* CUDA: only the addresses are left to give back */
+    int64_t flight_count; /* operations that name it */
 } kvr_mapping;
 
 /* One lock memory in this process. */
@@ -68,6 +69,7 @@ typedef struct kvr_lock {
 
 /* ---- errors (handles.c) ---- */
 int32_t kvr_fail(int32_t status, int32_t detail, const char *call, int64_t v0, int64_t v1, int64_t v2, int64_t v3);
+int32_t kvr_fail_again(const kvr_error *error); /* what was found before something else had to be done */
 int32_t kvr_fail_errno(const char *call, int32_t code);
 int32_t kvr_fail_native(int32_t status, int32_t detail, const char *call, int32_t source, int64_t code, int64_t v0);
 
@@ -75,6 +77,7 @@ int32_t kvr_fail_native(int32_t status, int32_t detail, const char *call, int32_
 void kvr_handles_lock(void);
 void kvr_handles_unlock(void);
 int32_t kvr_forked(const char *call);
+int64_t kvr_now_ns(void); /* CLOCK_MONOTONIC */
 int32_t kvr_find(int64_t handle, int32_t sort, const char *call, kvr_object **out);
 /* Give an object a handle. object NULL: zeroed memory for a region or a mapping, gone at kvr_unregister. */
 int32_t kvr_register(kvr_object *object, int32_t sort, const char *call, kvr_object **out);
@@ -133,6 +136,9 @@ static inline void kvr_store(int64_t *word, int64_t value)
 {
     atomic_store_explicit((_Atomic int64_t *)word, value, memory_order_release);
 }
+
+/* A counter that only the lock's holder changes, and that others read without it. */
+static inline void kvr_add(int64_t *word, int64_t delta) { kvr_store(word, kvr_load(word) + delta); }
 
 /* Nothing that follows may be seen before dirty is. */
 static inline void kvr_set_dirty(kvr_words *words)

@@ -14,13 +14,6 @@
 #define PAUSE_MIN_NS 10000
 #define PAUSE_MAX_NS 200000
 
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    (void)clock_gettime(CLOCK_MONOTONIC, &now);
-    return (int64_t)now.tv_sec * NS_PER_S + now.tv_nsec;
-}
-
 static struct flock byte0(short type)
 {
     struct flock lock = {.l_type = type, .l_whence = SEEK_SET, .l_start = 0, .l_len = 1};
@@ -95,7 +88,7 @@ static int32_t take_record(kvr_lock *lock, int64_t deadline, int64_t wait_ns, co
             return KVR_OK;
         if (errno != EACCES && errno != EAGAIN && errno != EINTR)
             return kvr_fail_errno("fcntl", errno);
-        if (now_ns() >= deadline) {
+        if (kvr_now_ns() >= deadline) {
             int64_t pid = 0;
             if (!fcntl(lock->fd, F_GETLK, &holder) && holder.l_type != F_UNLCK && holder.l_pid > 0)
                 pid = holder.l_pid;
@@ -106,17 +99,30 @@ static int32_t take_record(kvr_lock *lock, int64_t deadline, int64_t wait_ns, co
     }
 }
 
+/* Wait for the mutex until a moment of CLOCK_MONOTONIC; 0 if it was had. */
+static int32_t wait_for_mutex(pthread_mutex_t *mutex, int64_t deadline)
+{
+#if defined(__SANITIZE_THREAD__) /* that of GCC 12 does not know pthread_mutex_clocklock, and would miss who holds it */
+    int32_t code;
+    while ((code = pthread_mutex_trylock(mutex)) && kvr_now_ns() < deadline) {
+        struct timespec nap = {.tv_nsec = PAUSE_MIN_NS};
+        (void)nanosleep(&nap, NULL);
+    }
+    return code;
+#else
+    struct timespec until = {.tv_sec = (time_t)(deadline / NS_PER_S), .tv_nsec = (long)(deadline % NS_PER_S)};
+    return pthread_mutex_clocklock(mutex, CLOCK_MONOTONIC, &until);
+#endif
+}
+
 int32_t kvr_lock_take(kvr_lock *lock, int64_t wait_ns, const char *call)
 {
     int64_t deadline;
     int32_t status;
-    if (__builtin_add_overflow(now_ns(), wait_ns, &deadline))
+    if (__builtin_add_overflow(kvr_now_ns(), wait_ns, &deadline))
         deadline = INT64_MAX;
-    if (pthread_mutex_trylock(&lock->mutex)) {
-        struct timespec until = {.tv_sec = (time_t)(deadline / NS_PER_S), .tv_nsec = (long)(deadline % NS_PER_S)};
-        if (!wait_ns || pthread_mutex_clocklock(&lock->mutex, CLOCK_MONOTONIC, &until))
-            return timed_out(wait_ns, -1, call);
-    }
+    if (pthread_mutex_trylock(&lock->mutex) && (!wait_ns || wait_for_mutex(&lock->mutex, deadline)))
+        return timed_out(wait_ns, -1, call);
     status = take_record(lock, deadline, wait_ns, call);
     if (status)
         pthread_mutex_unlock(&lock->mutex);

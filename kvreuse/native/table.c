@@ -224,7 +224,7 @@ static void write_fresh(uint8_t *memory, const kvr_table_layout *layout, const u
     words->content_epoch = 1;
     words->lru_oldest = -1;
     words->lru_newest = -1;
-    words->free_count = slot_count;
+    kvr_store(&words->free_count, slot_count);
     kvr_layout_links((kvr_link *)(void *)(memory + layout->link_offset_bytes), slot_count);
     memset(memory + layout->bucket_offset_bytes, 0xFF, (size_t)layout->bucket_count * sizeof(int32_t));
     if (manifest_nbytes)
@@ -268,6 +268,7 @@ int32_t kvr_table_create(int64_t table_region, int64_t claims_region, const uint
 
 static void free_memory(kvr_table *table)
 {
+    kvr_late *late;
     if (table->memory)
         (void)munmap(table->memory, (size_t)table->memory_nbytes);
     if (table->claims)
@@ -275,6 +276,12 @@ static void free_memory(kvr_table *table)
     if (table->own_memory)
         (void)munmap(table->own_memory, (size_t)table->own_memory_nbytes);
     free(table->bound);
+    free(table->owners);
+    free(table->given_up);
+    while ((late = table->late)) {
+        table->late = late->next;
+        free(late);
+    }
     free(table);
 }
 
@@ -403,6 +410,9 @@ int32_t kvr_table_close(int64_t handle)
         status = kvr_forked(call);
     if (!status && object->calls)
         status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_NONE, call, 0, 0, 0, 0);
+    if (!status && ((kvr_table *)object)->operation_count)
+        status = kvr_fail(KVR_ERROR_NOT_QUIESCENT, KVR_DETAIL_TABLE_IN_FLIGHT, call, handle, ((kvr_table *)object)->operation_count, 0,
+                          0);
     if (!status) {
         table = (kvr_table *)object;
         kvr_unregister(object);
@@ -478,6 +488,8 @@ int32_t kvr_table_take(kvr_table *table, const char *call, int32_t check, int32_
         kvr_rebuilt rebuilt;
         status = table->role == KVR_ROLE_READER ? kvr_table_broken(call) : kvr_rebuild(table, 1, &rebuilt);
     }
+    if (!status && check && repair && (table->given_up_count || atomic_load(&table->late)) && kvr_table_settle(table))
+        status = kvr_table_broken(call);
     if (status)
         kvr_lock_drop(table->lock);
     return status;
@@ -498,6 +510,9 @@ int32_t kvr_table_info_get(int64_t handle, kvr_table_info *out)
     out->region_count = table->super.region_count;
     out->slots_per_region = table->super.slots_per_region;
     out->manifest_nbytes = table->super.manifest_nbytes;
+    kvr_handles_lock();
+    out->operation_count = table->operation_count;
+    kvr_handles_unlock();
     out->session = table->session;
     out->role = table->role;
     out->row = table->row;
@@ -650,7 +665,7 @@ static int32_t recover(kvr_table *table, const char *call, int64_t *out_freed)
         int32_t status = kvr_rebuild(table, 0, &rebuilt);
         if (status)
             return status;
-        words->freed_total += rebuilt.freed;
+        kvr_add(&words->freed_total, rebuilt.freed);
         *out_freed = rebuilt.freed;
         return KVR_OK;
     }
@@ -660,8 +675,8 @@ static int32_t recover(kvr_table *table, const char *call, int64_t *out_freed)
         kvr_set_dirty(words);
         if (kvr_free_slot(table, slot))
             return kvr_table_broken(call);
-        words->writing_count--;
-        words->freed_total++;
+        kvr_add(&words->writing_count, -1);
+        kvr_add(&words->freed_total, 1);
         freed++;
     }
     kvr_store(&words->dirty, 0);
@@ -707,7 +722,7 @@ int32_t kvr_table_restore(int64_t handle, kvr_restore_result *out)
         if (!status)
             status = kvr_rebuild(table, 0, &rebuilt);
         if (!status) {
-            table->words->freed_total += rebuilt.freed;
+            kvr_add(&table->words->freed_total, rebuilt.freed);
             memset(out, 0, sizeof *out);
             out->sealed_count = rebuilt.content;
             out->bad_count = rebuilt.bad;
@@ -745,8 +760,8 @@ int32_t kvr_table_reset(int64_t handle)
         kvr_next_epoch(table);
         status = kvr_rebuild(table, 0, &rebuilt);
         if (!status) {
-            words->cleared_total += content;
-            words->freed_total += rebuilt.freed;
+            kvr_add(&words->cleared_total, content);
+            kvr_add(&words->freed_total, rebuilt.freed);
         }
         kvr_lock_drop(table->lock);
     }
@@ -783,6 +798,7 @@ int32_t kvr_table_stats_get(int64_t handle, kvr_table_stats *out)
     out->cleared_total = kvr_load(&words->cleared_total);
     out->corrupt_total = kvr_load(&words->corrupt_total);
     out->freed_total = kvr_load(&words->freed_total);
+    out->owned_count = kvr_owned_count(table);
     kvr_table_leave(table);
     return KVR_OK;
 }

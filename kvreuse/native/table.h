@@ -10,6 +10,20 @@
 
 #pragma GCC visibility push(hidden)
 
+/* Who in this process writes into a slot beside the caller. */
+typedef struct kvr_owner {
+    _Atomic int32_t count;    /* operations */
+    _Atomic int32_t given_up; /* its reservation was aborted */
+    _Atomic int64_t spoiled;  /* the generation of which a copy failed; 0: none */
+} kvr_owner;
+
+/* Claims of an operation that has ended while the part's lock could not be had. */
+typedef struct kvr_late {
+    struct kvr_late *next;
+    int64_t count;
+    int64_t slots[];
+} kvr_late;
+
 typedef struct kvr_table {
     kvr_object object;
     int32_t role;
@@ -30,6 +44,12 @@ typedef struct kvr_table {
     kvr_link *links;
     int32_t *buckets;
     kvr_mapping **bound; /* region_count entries */
+    int64_t operation_count; /* copies that name its slots; under the handle mutex */
+    /* Under the part's lock, but for the counters in it: */
+    kvr_owner *_Atomic owners; /* an entry a slot; NULL until an operation writes into one */
+    int64_t *given_up; /* slots that were aborted while an operation wrote into them; room for all of them */
+    int64_t given_up_count;
+    kvr_late *_Atomic late; /* claims that could not be given back yet */
 } kvr_table;
 
 /* Where each active session's words begin: entry i of a row is slot i's word. */
@@ -71,6 +91,28 @@ int32_t kvr_table_require(const kvr_table *table, const char *call, int32_t need
 /* Take the lock; see that the session holds its place; repair, or report, a change that was cut short. */
 int32_t kvr_table_take(kvr_table *table, const char *call, int32_t check, int32_t repair);
 int32_t kvr_table_broken(const char *call);
+
+/* ---- slots that operations name (table_owners.c) ---- */
+/* Become an owner of reserved slots (-1 is skipped), or fail: nothing changed then. */
+int32_t kvr_table_own(kvr_table *table, const int64_t *slots, const int64_t *generations, int64_t count, const char *call);
+/* The slots are still those that were owned: not given up, not of another generation. Needs no lock. */
+int32_t kvr_table_check_owned(const kvr_table *table, const int64_t *slots, const int64_t *generations, int64_t count,
+                              const char *call);
+/* No operation but `own` writes into the slots, and none has failed to. Needs no lock. */
+int32_t kvr_table_check_still(const kvr_table *table, const int64_t *slots, const int64_t *generations, int64_t count, int32_t own,
+                              const char *call);
+/* Stop being an owner; `is_spoiled`: the bytes are invalid. Slots given up meanwhile are freed now, or by the writer's next call. */
+void kvr_table_disown(kvr_table *table, const int64_t *slots, const int64_t *generations, int64_t count, int32_t is_spoiled);
+/* Abort reserved slots: those that operations write into are freed when these have ended. */
+int32_t kvr_table_give_up(kvr_table *table, const int64_t *slots, const int64_t *generations, int64_t count, int64_t *out_freed);
+/* Give claims back and free them now, or where the lock cannot be had, at the session's next call. */
+void kvr_table_unclaim(kvr_table *table, kvr_late *claims);
+/* What was left to do when the lock could not be had; it is held now. */
+int32_t kvr_table_settle(kvr_table *table);
+int32_t kvr_check_repeated(const int64_t *slots, int64_t count, const char *call);
+int64_t kvr_owned_count(const kvr_table *table);
+int32_t kvr_table_commit_as(int64_t handle, const int64_t *given, const int64_t *generations, int64_t count, uint32_t flags, int32_t own,
+                            const char *call);
 
 /* ---- the derived structures (table_index.c); the lock is held ---- */
 void kvr_rows_get(const kvr_table *table, kvr_rows *out);

@@ -202,7 +202,7 @@ int32_t kvr_free_slot(kvr_table *table, int64_t slot)
     if (head >= 0)
         table->links[head].prev = (int32_t)slot;
     words->free_head = slot;
-    words->free_count++;
+    kvr_add(&words->free_count, 1);
     return KVR_OK;
 }
 
@@ -231,8 +231,8 @@ int32_t kvr_fill_slot(kvr_table *table, int64_t slot, const uint8_t *key, uint8_
     status = chain_insert(table, slot, kvr_crc(0, key, nbytes));
     if (status)
         return status;
-    table->words->free_count--;
-    table->words->writing_count++;
+    kvr_add(&table->words->free_count, -1);
+    kvr_add(&table->words->writing_count, 1);
     kvr_store_state(&record->state, KVR_SLOT_WRITING);
     *generation = record->generation;
     return KVR_OK;
@@ -366,11 +366,11 @@ int32_t kvr_rebuild(kvr_table *table, int32_t keep_writing, kvr_rebuilt *out)
             chain_rebuilt(table, slot);
     words->lru_oldest = sealed_count ? sealed[0].slot : -1;
     words->lru_newest = sealed_count ? sealed[sealed_count - 1].slot : -1;
-    words->free_count = free_count;
-    words->writing_count = writing_count;
-    words->sealed_count = out->content;
-    words->stale_count = sealed_count - out->content;
-    words->corrupt_total += out->bad;
+    kvr_store(&words->free_count, free_count);
+    kvr_store(&words->writing_count, writing_count);
+    kvr_store(&words->sealed_count, out->content);
+    kvr_store(&words->stale_count, sealed_count - out->content);
+    kvr_add(&words->corrupt_total, out->bad);
     free(sealed);
     kvr_store(&words->dirty, 0);
     return KVR_OK;

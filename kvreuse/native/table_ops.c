@@ -430,7 +430,7 @@ static int32_t sweep(kvr_table *table, const char *call)
             if (!kvr_is_claimed(&rows, slot)) {
                 if (kvr_free_slot(table, slot))
                     return kvr_table_broken(call);
-                words->stale_count--;
+                kvr_add(&words->stale_count, -1);
             }
         }
         slot = following;
@@ -521,7 +521,7 @@ static int32_t evict(kvr_table *table, int64_t wanted, const key_set *keep, evic
                     following = before >= 0 ? table->links[before].next : words->lru_oldest;
                 } else {
                     status = take_out(table, slot, out);
-                    words->sealed_count--;
+                    kvr_add(&words->sealed_count, -1);
                 }
                 if (status)
                     return status;
@@ -563,7 +563,7 @@ int32_t kvr_table_evict(int64_t handle, int64_t evict_count, const uint8_t *keys
             if (evict(table, evict_count, &keep, &gone))
                 status = kvr_table_broken(call);
             /* What went has gone, also if the rest was cut short. */
-            table->words->evicted_total += gone.count;
+            kvr_add(&table->words->evicted_total, gone.count);
             if (!status)
                 kvr_store(&table->words->dirty, 0);
         }
@@ -677,9 +677,9 @@ static int32_t replace(kvr_table *table, plan *planned, evicted *out)
         if (status)
             return status;
         if (is_stale)
-            table->words->stale_count--;
+            kvr_add(&table->words->stale_count, -1);
         else
-            table->words->sealed_count--;
+            kvr_add(&table->words->sealed_count, -1);
     }
     return KVR_OK;
 }
@@ -748,9 +748,9 @@ static int32_t reserve(kvr_table *table, const kvr_keys *keys, const int64_t *na
         return kvr_table_broken(call);
     }
     if (planned->replaced)
-        words->replaced_total += gone->count;
+        kvr_add(&words->replaced_total, gone->count);
     else
-        words->evicted_total += gone->count;
+        kvr_add(&words->evicted_total, gone->count);
     kvr_store(&words->dirty, 0);
     return KVR_OK;
 }
@@ -877,7 +877,7 @@ int32_t kvr_table_verify(int64_t handle, const int64_t *given, int64_t count, ui
 
 /* ---- commit and abort ---- */
 
-static int32_t check_repeated(const int64_t *slots, int64_t count, const char *call)
+int32_t kvr_check_repeated(const int64_t *slots, int64_t count, const char *call)
 {
     slot_set seen;
     int64_t i;
@@ -930,9 +930,9 @@ static int32_t seal_all(kvr_table *table, const int64_t *slots, int64_t count, c
         status = kvr_recency_append(table, slots[i]);
         if (status)
             return status;
-        words->writing_count--;
-        words->sealed_count++;
-        words->stored_total++;
+        kvr_add(&words->writing_count, -1);
+        kvr_add(&words->sealed_count, 1);
+        kvr_add(&words->stored_total, 1);
         /* Last: from here on the block counts. */
         kvr_store_state(&record->state, KVR_SLOT_SEALED);
     }
@@ -960,7 +960,12 @@ static int32_t compute_crcs(kvr_table *table, const int64_t *slots, int64_t coun
 
 int32_t kvr_table_commit(int64_t handle, const int64_t *given, const int64_t *generations, int64_t count, uint32_t flags)
 {
-    static const char call[] = "table_commit";
+    return kvr_table_commit_as(handle, given, generations, count, flags, 0, "table_commit");
+}
+
+int32_t kvr_table_commit_as(int64_t handle, const int64_t *given, const int64_t *generations, int64_t count, uint32_t flags, int32_t own,
+                            const char *call)
+{
     int64_t *slots = NULL;
     uint32_t *crcs = NULL;
     kvr_table *table;
@@ -973,7 +978,10 @@ int32_t kvr_table_commit(int64_t handle, const int64_t *given, const int64_t *ge
     if (!status)
         status = take_slots(table, given, count, -1, call, &slots);
     if (!status)
-        status = check_repeated(slots, count, call);
+        status = kvr_check_repeated(slots, count, call);
+    /* Before a CRC is taken of what is still written, and again under the lock. */
+    if (!status)
+        status = kvr_table_check_still(table, slots, generations, count, own, call);
     if (!status && count && flags & KVR_COMMIT_CHECKSUM) {
         crcs = calloc((size_t)count, sizeof *crcs);
         status = crcs ? compute_crcs(table, slots, count, crcs, call) : kvr_fail_errno("malloc", ENOMEM);
@@ -982,6 +990,8 @@ int32_t kvr_table_commit(int64_t handle, const int64_t *given, const int64_t *ge
         status = kvr_table_take(table, call, 1, 1);
     if (!status) {
         status = check_reserved(table, slots, generations, count, call);
+        if (!status)
+            status = kvr_table_check_still(table, slots, generations, count, own, call);
         if (!status && seal_all(table, slots, count, crcs))
             status = kvr_table_broken(call);
         kvr_lock_drop(table->lock);
@@ -1016,23 +1026,11 @@ int32_t kvr_table_abort(int64_t handle, const int64_t *given, const int64_t *gen
 {
     static const char call[] = "table_abort";
     kvr_table *table;
-    int64_t i, freed = 0, *slots;
+    int64_t freed, *slots;
     int32_t status = begin_slots(handle, given, count, -1, call, &table, &slots);
     if (status)
         return status;
-    for (i = 0; i < count && !status; i++) {
-        if (slots[i] < 0 || kvr_load_state(&table->records[slots[i]].state) != KVR_SLOT_WRITING ||
-            table->records[slots[i]].generation != generations[i])
-            continue;
-        kvr_set_dirty(table->words);
-        status = kvr_free_slot(table, slots[i]);
-        if (status)
-            break;
-        table->words->writing_count--;
-        freed++;
-        kvr_store(&table->words->dirty, 0);
-    }
-    if (status)
+    if (kvr_table_give_up(table, slots, generations, count, &freed))
         status = kvr_table_broken(call);
     else
         *out_count = freed;
@@ -1065,8 +1063,8 @@ int32_t kvr_table_clear(int64_t handle, int64_t *out_removed, int64_t *out_kept)
     kvr_rows_get(table, &rows);
     kvr_set_dirty(words);
     kvr_next_epoch(table);
-    words->stale_count += words->sealed_count;
-    words->sealed_count = 0;
+    kvr_add(&words->stale_count, words->sealed_count);
+    kvr_store(&words->sealed_count, 0);
     slot = words->lru_oldest;
     for (steps = 0; steps < table->super.slot_count && kvr_is_slot(table, slot) && !status; steps++) {
         int64_t following = table->links[slot].next;
@@ -1075,7 +1073,7 @@ int32_t kvr_table_clear(int64_t handle, int64_t *out_removed, int64_t *out_kept)
                 kept++;
             } else {
                 status = kvr_free_slot(table, slot);
-                words->stale_count--;
+                kvr_add(&words->stale_count, -1);
                 removed++;
             }
         }
@@ -1084,7 +1082,7 @@ int32_t kvr_table_clear(int64_t handle, int64_t *out_removed, int64_t *out_kept)
     if (status) {
         status = kvr_table_broken(call);
     } else {
-        words->cleared_total += removed + kept;
+        kvr_add(&words->cleared_total, removed + kept);
         kvr_store(&words->dirty, 0);
         *out_removed = removed;
         *out_kept = kept;
@@ -1116,10 +1114,10 @@ int32_t kvr_table_invalidate(int64_t handle, const int64_t *given, const int64_t
         kvr_set_dirty(words);
         kvr_forget_record(record);
         taken++;
-        words->sealed_count--;
-        words->corrupt_total++;
+        kvr_add(&words->sealed_count, -1);
+        kvr_add(&words->corrupt_total, 1);
         if (kvr_is_claimed(&rows, slots[i])) {
-            words->stale_count++;
+            kvr_add(&words->stale_count, 1);
             status = kvr_recency_remove(table, slots[i]);
             if (!status)
                 status = kvr_recency_insert(table, slots[i], -1);

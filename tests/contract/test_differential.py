@@ -246,7 +246,11 @@ class Driver:
 
     def state(self) -> dict[str, int]:
         stats = self.sessions["writer"].stats()._asdict()
-        return {name: value for name, value in stats.items() if name not in ("state", "writer_session", "dirty")}
+        return {
+            name: value
+            for name, value in stats.items()
+            if name not in ("state", "writer_session", "dirty", "owned_count")
+        }
 
 
 SESSION_OF = {"writer": WRITER_ID, "reader": READER_ID}

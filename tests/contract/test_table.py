@@ -187,10 +187,10 @@ def test_a_part_of_the_state_creating_is_only_the_keepers(backend):
 def test_info_and_manifest(backend):
     with PartMemory(backend, 5, 100, 2, b"m" * 5000) as part:
         opened = part.open(backend, READER, session=77, row=63)
-        assert tuple(opened.info()) == (PART_ID, 5, 100, 2, 3, 5000, 77, READER, 63)
+        assert tuple(opened.info()) == (PART_ID, 5, 100, 2, 3, 5000, 77, READER, 63, 0)
         assert backend.table_manifest(opened.table) == b"m" * 5000
         keeper = part.open(backend, KEEPER)
-        assert keeper.info()[-3:] == (0, KEEPER, -1)
+        assert keeper.info()[-4:] == (0, KEEPER, -1, 0)
     with PartMemory(backend, 1, 1, 1, b"") as part:
         assert backend.table_manifest(part.open(backend).table) == b""
 
@@ -1069,7 +1069,7 @@ def test_totals(writer):
     writer.invalidate([2], [1])
     writer.clear()
     stats = writer.stats()
-    assert stats[10:] == (5, 1, 1, 2, 1, 0)
+    assert stats[10:] == (5, 1, 1, 2, 1, 0, 0)
     assert stats.free_count == 8
 
 

@@ -233,7 +233,13 @@ def check_functions(
 
 # Parameters that a buffer, a str or a returned value stands for.
 _IMPLIED = {"nbytes": "data", "count": "slots", "key_count": "keys", "manifest_nbytes": "manifest", "capacity": "slots"}
-_IMPLIED_IN = {"kvr_region_placement": {"capacity": "nodes"}}
+_IMPLIED_IN = {
+    "kvr_region_placement": {"capacity": "nodes"},
+    "kvr_queue_completed": {"capacity": "operations"},
+    "kvr_quarantine_get": {"capacity": "operations"},
+    "kvr_copy_submit": {"count": "lengths", "after_count": "after"},
+    "kvr_copy_slots": {"mapping_count": "mappings", "segment_count": "segments", "after_count": "after"},
+}
 _PYTHON_PARAMETER = {"key_stride_bytes": "key_stride"}
 
 

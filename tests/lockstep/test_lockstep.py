@@ -100,9 +100,9 @@ def test_static_asserts_are_right_and_complete():
         ("offsetof(kvr_link, prev) == 4", "offsetof(kvr_link, gone) == 4", ("kvr_link.prev", "not asserted")),
         ("    uint32_t data_crc; ", "    uint8_t data_crc; ", ("kvr_record.record_crc", "hole")),
         (
-            "    int32_t role;\n    int32_t row;",
-            "    int32_t role;\n    uint8_t row;",
-            ("kvr_table_info", "padding at its end"),
+            "    int32_t use_count;   /* views",
+            "    uint8_t use_count;   /* views",
+            ("kvr_mapping_info", "padding at its end"),
         ),
     ],
 )
@@ -220,7 +220,7 @@ def test_number_checks_can_fail():
     reports(
         h.check_details(PARSED, {k: v for k, v in _status.DETAILS.items() if k != 7}, TEXT), "KIND_UNKNOWN", "no text"
     )
-    reports(h.check_details(PARSED, {**_status.DETAILS, 99: "x"}, TEXT), "99")
+    reports(h.check_details(PARSED, {**_status.DETAILS, 999: "x"}, TEXT), "999")
     reports(h.check_details(PARSED, {**_status.DETAILS, 7: "kind {1}"}, TEXT), "KIND_UNKNOWN", "value 1")
 
 
