@@ -192,3 +192,7 @@ def export_count(exporter: mmap.mmap) -> int:
 def address_of(exporter: mmap.mmap) -> int:
     """Return the address of an open mmap's first byte, read-only ones included. Valid while the mmap is open."""
     return _word_at(id(exporter) + _DATA_OFFSET).value if _CAN_PEEK else _address_of_buffer(exporter)
+
+
+# Between addresses; lets the GIL go.
+memmove = ctypes.memmove

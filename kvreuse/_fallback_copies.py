@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
-import ctypes
 import errno
 import fcntl
 import os
@@ -434,17 +433,17 @@ def _copy_faulty(
         return 0, _status.from_errno("copy", _int32_of(fault.value))
     if fault.kind == c.KVR_FAULT_SHORT and fault.index == index and offset + nbytes > fault.value:
         first = max(fault.value - offset, 0)
-        ctypes.memmove(dst, src, first)
+        libc.memmove(dst, src, first)
         values: tuple[int, ...] = (index, fault.value, entry[2])
         return first, _status.make(c.KVR_ERROR_SIZE_MISMATCH, c.KVR_DETAIL_COPY_SHORT, values, "copy")
     if fault.kind == c.KVR_FAULT_PAUSE and start <= fault.value < start + nbytes:
         first = fault.value - start
-    ctypes.memmove(dst, src, first)
+    libc.memmove(dst, src, first)
     if first < nbytes:
         if not _pause_here(queue, operation):
             values = (operation.handle,)
             return first, _status.make(c.KVR_ERROR_NOT_QUIESCENT, c.KVR_DETAIL_OPERATION_ABANDONED, values, "copy")
-        ctypes.memmove(dst + first, src + first, nbytes - first)
+        libc.memmove(dst + first, src + first, nbytes - first)
     return nbytes, None
 
 
@@ -452,7 +451,7 @@ def _copy_unit(
     queue: Queue, operation: Operation, entries: Sequence[Entry], unit: Unit
 ) -> tuple[int, errors.KVReuseError | None, int]:
     """Copy a unit; return the bytes moved, and the failure with its entry."""
-    move, is_faulty = ctypes.memmove, operation.fault.kind != c.KVR_FAULT_NONE
+    move, is_faulty = libc.memmove, operation.fault.kind != c.KVR_FAULT_NONE
     at, offset, left, moved = unit.entry, unit.byte, unit.nbytes, 0
     while left > 0:
         entry = entries[at]
