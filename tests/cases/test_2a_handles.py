@@ -134,14 +134,16 @@ def test_e4_sparse_region_of_5_gib(backend, no_leaks):
 
 # ---- E13 ----
 
-HANDLES = ("region", "mapping", "table", "table_region", "claims_region")
+HANDLES = ("region", "mapping", "table", "table_region", "claims_region", "queue", "operation")
 OTHERS = {
     "access": READ,
     "block_nbytes": 4096,
     "delta": 1,
     "device_id": 0,
     "device_type": 1,
+    "direction": 1,
     "evict_count": 1,
+    "fault": 0,
     "first_slot": 0,
     "flags": 0,
     "index": 0,
@@ -158,15 +160,27 @@ OTHERS = {
     "session": 1,
     "slot_count": 1,
     "state": 1,
+    "value": 0,
+    "wait_ns": 0,
 }
 BUFFERS = {
+    "after": array("q"),
+    "destination": array("q", [0] * 5),
+    "destination_offsets": array("q", [0]),
+    "engine_blocks": array("q", [0]),
     "evicted_key_nbytes": bytearray(1),
     "evicted_keys": bytearray(32),
     "generations": array("q", [0]),
     "keys": bytes(8),
+    "lengths": array("q", [0]),
     "manifest": b"m",
+    "mappings": array("q", [0]),
     "nodes": array("q", [0]),
+    "operations": array("q", [0]),
+    "segments": array("q", [0] * 9),
     "slots": array("q", [0]),
+    "source": array("q", [0] * 5),
+    "source_offsets": array("q", [0]),
     "verdicts": bytearray(1),
 }
 INVENTORY = {"keys": bytearray(32), "key_nbytes": bytearray(1)}
