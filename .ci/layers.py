@@ -10,7 +10,7 @@ from pathlib import Path
 
 # A module may import what stands in its own line or in one above it.
 LAYERS = [
-    ["_version", "errors", "_ctypes_cuda", "_status"],
+    ["_version", "errors", "_context", "_ctypes_cuda", "_status"],
     ["_api", "_select"],
     ["_core"],
     ["_fallback", "_fallback_*", "_ctypes_*"],

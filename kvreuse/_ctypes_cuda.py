@@ -162,16 +162,24 @@ class Driver:
         self._get = self._symbol(
             "cuGetProcAddress_v2", (ctypes.c_char_p, POINTER(c_void_p), c_int32, c_uint64, c_void_p)
         )
-        for name, (symbol, version, argtypes) in {**REQUIRED, **USED_IF_THERE}.items():
-            address = self._entry(name, version)
-            function = ctypes.CFUNCTYPE(c_int32, *argtypes)(address) if address else self._symbol(symbol, argtypes)
-            if function is None and name in REQUIRED:
+        for name, (symbol, version, argtypes) in REQUIRED.items():
+            function = self._resolve(name, symbol, version, argtypes)
+            if function is None:
                 raise MissingEntryError(symbol)
             setattr(self, name, function)
+        # An older driver may answer with the function of its own version, which takes other arguments.
+        has = c_int32()
+        self.cuDriverGetVersion(byref(has))
+        for name, (symbol, version, argtypes) in USED_IF_THERE.items():
+            setattr(self, name, self._resolve(name, symbol, version, argtypes) if has.value >= version else None)
         self.features = 0 if self.cuMemcpyBatchAsync is None else HAS_BATCH_COPY
         for name, (symbol, version, bit) in OPTIONAL.items():
             if self._entry(name, version) or self._symbol(symbol, ()):
                 self.features |= bit
+
+    def _resolve(self, name: str, symbol: str, version: int, argtypes: tuple[Any, ...]) -> Any:
+        address = self._entry(name, version)
+        return ctypes.CFUNCTYPE(c_int32, *argtypes)(address) if address else self._symbol(symbol, argtypes)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)

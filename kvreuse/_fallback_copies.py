@@ -1050,6 +1050,7 @@ def operation_abandon(operation: Any) -> None:
     finally:
         with host.lock:
             _publish(queue, thing, _FAILED)
+            queue.wake()  # a thread that a fault has stopped in it
 
 
 def quarantine(operations: Any) -> int:
@@ -1264,8 +1265,16 @@ class _Entry:
 
     queue: Queue | None = None
 
-    def leave(self) -> None:
-        """Leave; again does nothing."""
+    def __enter__(self) -> _Entry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._leave()
+        finally:
+            self._leave()  # a signal handler may have raised inside of the first
+
+    def _leave(self) -> None:
         with host.lock:
             queue = self.queue
             if queue is not None:
@@ -1370,35 +1379,30 @@ def copy_submit(
     check_length("source_offsets", len(src_offsets), len(nbytes), "entries")
     _check_counts(len(nbytes), len(waits) // 3, call)
     operation = Operation()
-    entry = _Entry()
-    try:
-        with host.lock:
-            found = _find_open_queue(handle, call)
-            found.calls += 1
-            entry.queue = found
-            dst = _hold_memory(operation, dst_words, call)
-            src = _hold_memory(operation, src_words, call)
-            _check_writable(dst, call)
-            _add_waits(operation, waits, call)
-        _fill_entries(operation, dst, src, dst_offsets.tolist(), src_offsets.tolist(), nbytes.tolist(), call)
-        is_same = dst.region is not None and dst.region is src.region
-        _check_overlaps(operation.entries, dst.address - src.address if is_same else 0, call)
-        operation.device = _copier(dst.device, src.device)
-        if operation.device >= 0:
-            cuda.copy_ready(operation.device, call)
-        with host.lock:
-            _accept(found, operation)
-        if operation.is_small:
-            _run_here(found, operation)
-        return operation.handle
-    except BaseException:
-        _undo(operation, None)
-        raise
-    finally:
+    with _Entry() as entry:
         try:
-            entry.leave()
-        finally:
-            entry.leave()  # a signal handler may have raised inside of the first
+            with host.lock:
+                found = _find_open_queue(handle, call)
+                found.calls += 1
+                entry.queue = found
+                dst = _hold_memory(operation, dst_words, call)
+                src = _hold_memory(operation, src_words, call)
+                _check_writable(dst, call)
+                _add_waits(operation, waits, call)
+            _fill_entries(operation, dst, src, dst_offsets.tolist(), src_offsets.tolist(), nbytes.tolist(), call)
+            is_same = dst.region is not None and dst.region is src.region
+            _check_overlaps(operation.entries, dst.address - src.address if is_same else 0, call)
+            operation.device = _copier(dst.device, src.device)
+            if operation.device >= 0:
+                cuda.copy_ready(operation.device, call)
+            with host.lock:
+                _accept(found, operation)
+            if operation.is_small:
+                _run_here(found, operation)
+            return operation.handle
+        except BaseException:
+            _undo(operation, None)
+            raise
 
 
 # ---- copies of slots ----
@@ -1573,34 +1577,29 @@ def _copy_slots(call: Call, table: Table, handle: int, given: Batch) -> int:
     else:
         call.require(table, READER, WRITER)
     operation = Operation(given.direction, given.flags)
-    entry = _Entry()
-    try:
-        with host.lock:
-            found = _find_open_queue(handle, call.name)
-            found.calls += 1
-            entry.queue = found
-            _add_waits(operation, given.after, call.name)
-        _check_slots(operation, table, given, call)
-        with host.lock:
-            _hold_data(operation, table, given, call)
-            places = _hold_segments(operation, table, given, call)
-        _fill_slots(operation, table, given, places, call)
-        _check_overlaps(operation.entries, 0, call.name)
-        if operation.device >= 0:
-            cuda.copy_ready(operation.device, call.name)
-        _take_slots(operation, table, call)
-        with host.lock:
-            table.operations += 1
-            operation.table = table
-            _accept(found, operation)
-        if operation.is_small:
-            _run_here(found, operation)
-        return operation.handle
-    except BaseException:
-        _undo(operation, table)
-        raise
-    finally:
+    with _Entry() as entry:
         try:
-            entry.leave()
-        finally:
-            entry.leave()  # a signal handler may have raised inside of the first
+            with host.lock:
+                found = _find_open_queue(handle, call.name)
+                found.calls += 1
+                entry.queue = found
+                _add_waits(operation, given.after, call.name)
+            _check_slots(operation, table, given, call)
+            with host.lock:
+                _hold_data(operation, table, given, call)
+                places = _hold_segments(operation, table, given, call)
+            _fill_slots(operation, table, given, places, call)
+            _check_overlaps(operation.entries, 0, call.name)
+            if operation.device >= 0:
+                cuda.copy_ready(operation.device, call.name)
+            _take_slots(operation, table, call)
+            with host.lock:
+                table.operations += 1
+                operation.table = table
+                _accept(found, operation)
+            if operation.is_small:
+                _run_here(found, operation)
+            return operation.handle
+        except BaseException:
+            _undo(operation, table)
+            raise

@@ -17,7 +17,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from . import _status
 from ._api import OperationInfo, QueueInfo
+from ._context import Context
 from ._select import backend as _backend
 from .errors import (
     ForkedError,
@@ -268,7 +268,7 @@ def submit_words(words: list[int]) -> npt.NDArray[np.int64]:
     return np.array(words, np.int64)
 
 
-class CopyQueue:
+class CopyQueue(Context):
     """Copies that run one after the other, or several at once, on native threads of its own.
 
     Parameters
@@ -429,17 +429,6 @@ class CopyQueue:
     def __enter__(self) -> CopyQueue:
         _ = self.handle
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except KVReuseError as second:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"closing the CopyQueue failed too: {second}")
 
     def __del__(self) -> None:
         if not getattr(self, "_handle", 0) or self._pid != os.getpid():

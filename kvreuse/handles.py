@@ -18,11 +18,11 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from . import _status
 from ._api import MappingInfo
+from ._context import Context
 from ._select import backend as _backend
 from .errors import (
     CorruptError,
@@ -356,7 +356,7 @@ def _as_kind(kind: Any) -> HandleKind:
         raise _status.make(-6, 7, (number,), "host_allocate") from None
 
 
-class _Owned:
+class _Owned(Context):
     """What owns a backend handle: closed once, by the process that made it, and never silently forgotten."""
 
     _handle: int = 0
@@ -392,17 +392,6 @@ class _Owned:
     def __enter__(self) -> Any:
         _ = self.handle
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except KVReuseError as second:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"closing {type(self).__name__} failed too: {second}")
 
     def __del__(self) -> None:
         if not self._handle:

@@ -10,7 +10,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from . import _status
 from ._api import TableStats
+from ._context import Context
 from ._select import backend as _backend
 from .copies import After, CopyQueue, Operation, after_words, int64s, submit_words
 from .errors import (
@@ -162,7 +162,7 @@ def _empty(count: int) -> Int64Array:
     return np.empty(count, np.int64)
 
 
-class Part:
+class Part(Context):
     """One rank's share of a KV cache, attached as its one writer. Made by Keeper.attach; usable from any thread.
 
     Attributes
@@ -712,17 +712,6 @@ class Part:
     def __enter__(self) -> Part:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except KVReuseError as second:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"closing the part failed too: {second}")
-
     def __del__(self) -> None:
         if self._closed or self._pid != os.getpid():
             return
@@ -744,7 +733,7 @@ def _unpack_keys(keys: npt.NDArray[np.uint8], nbytes: npt.NDArray[np.uint8], cou
     return [data[i * KEY_NBYTES : i * KEY_NBYTES + int(nbytes[i])] for i in range(count)]
 
 
-class _Slots:
+class _Slots(Context):
     """What a reservation and a claim share: slots of a part, and the views that were handed out."""
 
     def __init__(self, part: Part, slots: Int64Array, generations: Int64Array) -> None:
@@ -837,16 +826,8 @@ class _Slots:
     def _end(self, quiet: bool = False) -> None:
         raise NotImplementedError
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self._end()
-        except KVReuseError as second:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"ending the {type(self).__name__} failed too: {second}")
+    def _end_context(self) -> None:
+        self._end()
 
     def __del__(self) -> None:
         if getattr(self, "_done", True) or self._part._closed or self._pid != os.getpid():

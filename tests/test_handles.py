@@ -379,7 +379,7 @@ def test_an_error_in_a_context_is_not_hidden_by_close(region):
     with pytest.raises(ValueError, match="body") as caught:
         body()
     if hasattr(caught.value, "add_note"):  # Python 3.11
-        assert "closing Mapping failed too" in caught.value.__notes__[0]
+        assert "closing the Mapping failed too" in caught.value.__notes__[0]
     with pytest.raises(errors.BusyError), mapping:
         pass
     views.pop().release()

@@ -13,12 +13,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .. import _api, _select, _status, _version
+from .._context import Context
 from ..errors import (
     AttachRefusedError,
     DriverError,
@@ -124,7 +124,7 @@ def _unavailable(path: str, why: str) -> KeeperUnavailableError:
     )
 
 
-class Keeper:
+class Keeper(Context):
     """A connection to the keeper; usable from any thread. If it is cut, the next call reconnects and resumes sessions.
 
     Attributes
@@ -645,17 +645,6 @@ class Keeper:
 
     def __enter__(self) -> Keeper:
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except KVReuseError as second:
-            if error is None:
-                raise
-            if hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(f"closing the keeper's connection failed too: {second}")
 
     def __del__(self) -> None:
         sock = getattr(self, "_sock", None)

@@ -1045,6 +1045,7 @@ int32_t kvr_operation_abandon(int64_t handle)
             kvr_handles_lock();
         }
         publish(queue, operation, KVR_OPERATION_FAILED);
+        kvr_queue_wake(queue); /* a thread that a fault has stopped in it */
     }
     kvr_handles_unlock();
     return status;

@@ -68,6 +68,7 @@ static int32_t load(const char *call)
     void *found;
     get_proc_address get = NULL;
     uint32_t features = 0;
+    int32_t has = 0;
     if (driver.library)
         return KVR_OK;
     driver.library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
@@ -84,8 +85,10 @@ static int32_t load(const char *call)
     memcpy(&driver.name, &found, sizeof driver.name);
     KVR_DRIVER_REQUIRED(RESOLVE)
 #undef RESOLVE
+    /* An older driver may answer with the function of its own version, which takes other arguments. */
+    (void)driver.cuDriverGetVersion(&has);
 #define RESOLVE_IF_THERE(name, symbol, version, parameters)     \
-    found = entry(get, #name, symbol, version);                  \
+    found = has >= (version) ? entry(get, #name, symbol, version) : NULL; \
     memcpy(&driver.name, &found, sizeof driver.name);
     KVR_DRIVER_USED_IF_THERE(RESOLVE_IF_THERE)
 #undef RESOLVE_IF_THERE

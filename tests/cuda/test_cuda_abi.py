@@ -42,10 +42,24 @@ template <class R, class... A> struct shapes<R (*)(A...)> {
 int main()
 {
     KVR_DRIVER_REQUIRED(OURS)
+#if CUDA_VERSION >= 13000
+    KVR_DRIVER_USED_IF_THERE(OURS)
+#endif
 THEIRS
     SIZE(CUmemLocation, kvr_cu_location);
     SIZE(CUmemAllocationProp, kvr_cu_allocation_prop);
     SIZE(CUmemAccessDesc, kvr_cu_access_desc);
+#if CUDA_VERSION >= 12080
+    SIZE(CUmemcpyAttributes, kvr_cu_memcpy_attributes);
+    OFFSET(CUmemcpyAttributes, srcAccessOrder, kvr_cu_memcpy_attributes, src_access_order);
+    OFFSET(CUmemcpyAttributes, srcLocHint, kvr_cu_memcpy_attributes, src_loc_hint);
+    OFFSET(CUmemcpyAttributes, dstLocHint, kvr_cu_memcpy_attributes, dst_loc_hint);
+    OFFSET(CUmemcpyAttributes, flags, kvr_cu_memcpy_attributes, flags);
+    VALUE(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM, KVR_CU_SRC_ACCESS_ORDER_STREAM);
+#endif
+    VALUE(CUDA_ERROR_NOT_READY, KVR_CU_NOT_READY);
+    VALUE(CU_STREAM_NON_BLOCKING, KVR_CU_STREAM_NON_BLOCKING);
+    VALUE(CU_EVENT_DISABLE_TIMING, KVR_CU_EVENT_DISABLE_TIMING);
     OFFSET(CUmemLocation, type, kvr_cu_location, type);
     OFFSET(CUmemLocation, id, kvr_cu_location, id);
     OFFSET(CUmemAllocationProp, type, kvr_cu_allocation_prop, type);
@@ -90,6 +104,11 @@ THEIRS
 """
 
 
+def entries(major):
+    """What is called of a driver of that version."""
+    return {**cu.REQUIRED, **(cu.USED_IF_THERE if major == "13" else {})}
+
+
 def judge(root_dir, folder, major, header_text=None):
     """Compile and run it; return its lines as lists of words."""
     if shutil.which("c++") is None:
@@ -102,7 +121,8 @@ def judge(root_dir, folder, major, header_text=None):
     text = header_text or (root_dir / "kvreuse" / "native" / "cuda_driver.h").read_text()
     (native / "cuda_driver.h").write_text(text)
     theirs = "".join(
-        f'    shapes<decltype(&{symbol})>::print("theirs", "{name}");\n' for name, (symbol, _, _) in cu.REQUIRED.items()
+        f'    shapes<decltype(&{symbol})>::print("theirs", "{name}");\n'
+        for name, (symbol, _, _) in entries(major).items()
     )
     source = folder / "judge.cpp"
     source.write_text(PROGRAM.replace("THEIRS\n", theirs))
@@ -133,7 +153,7 @@ def test_c_is_what_cuda_h_says(major, root_dir, tmp_path):
 def test_ctypes_is_what_cuda_h_says(major, root_dir, tmp_path):
     lines = judge(root_dir, tmp_path, major)
     theirs = {words[1]: [int(word) for word in words[3:]] for words in lines if words[0] == "theirs"}
-    for name, (_, _, argtypes) in cu.REQUIRED.items():
+    for name, (_, _, argtypes) in entries(major).items():
         shapes = []
         for kind in argtypes:
             is_pointer = kind is ctypes.c_void_p or issubclass(kind, ctypes._Pointer)
@@ -156,6 +176,10 @@ def test_ctypes_is_what_cuda_h_says(major, root_dir, tmp_path):
     ):
         assert getattr(cu.AllocationProp, own).offset == numbers[f"CUmemAllocationProp.{member}"], own
     assert cu.AccessDesc.flags.offset == numbers["CUmemAccessDesc.flags"]
+    if major == "13":
+        assert ctypes.sizeof(cu.MemcpyAttributes) == numbers["CUmemcpyAttributes"]
+        assert cu.MemcpyAttributes.src_access_order.offset == numbers["CUmemcpyAttributes.srcAccessOrder"]
+        assert cu.MemcpyAttributes.flags.offset == numbers["CUmemcpyAttributes.flags"]
 
 
 def test_both_lists_of_entry_points_are_equal(root_dir):

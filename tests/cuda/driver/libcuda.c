@@ -1018,7 +1018,10 @@ CUresult cuGetProcAddress_v2(const char *name, void **out, int version, cuuint64
     const fake_call *known = find_call(name);
     (void)flags;
     *out = NULL;
-    if (!(known && known->hidden) && version <= fake.set.driver_version) {
+    /* A driver older than what it is asked for gives its newest function of that name, which takes other arguments. */
+    if (!(known && known->hidden) && !strcmp(name, "cuMemcpyBatchAsync") && version > fake.set.driver_version)
+        *out = dlsym(fake_self(), "cuMemcpyBatchAsync");
+    else if (!(known && known->hidden) && version <= fake.set.driver_version) {
         snprintf(symbol, sizeof symbol, "%s", name);
         for (i = 0; i < sizeof suffixed / sizeof *suffixed; i++)
             if (!strcmp(name, suffixed[i]))
