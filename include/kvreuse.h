@@ -141,7 +141,7 @@ extern "C" {
 #define KVR_DETAIL_COPY_CROSS_OVERLAP 82    /* v0 entry whose destination overlaps the source of entry v1 */
 #define KVR_DETAIL_COPY_READ_ONLY 83        /* v0 mapping of the destination, 0 if it is foreign memory */
 #define KVR_DETAIL_QUEUE_CLOSING 84         /* v0 queue: it takes no more work */
-#define KVR_DETAIL_QUEUE_NOT_QUIESCENT 85   /* v0 queue, v1 operations that have not ended, v2 waited ns */
+#define KVR_DETAIL_QUEUE_NOT_QUIESCENT 85   /* v0 queue, v1 operations that have not ended */
 #define KVR_DETAIL_OPERATION_RUNNING 86     /* v0 operation: it has not ended */
 #define KVR_DETAIL_AFTER_KIND 87            /* v0 index, v1 kind of a dependency: unknown */
 #define KVR_DETAIL_AFTER_FAILED 88          /* v0 operation waited for, v1 its state */
@@ -950,6 +950,11 @@ int32_t kvr_table_stats_get(int64_t table, kvr_table_stats *out);
  * Errors: RANGE(THREAD_COUNT_RANGE, FLAGS_UNKNOWN), FORKED, TOO_MANY_FDS, OUT_OF_MEMORY or SYSTEM_CALL by errno.
  * Threads: any; does not block.  Since: 1 */
 int32_t kvr_queue_open(int32_t thread_count, uint32_t flags, int64_t *out_queue);
+
+/* Take no more work, and wait until all operations of a queue have ended.
+ * In: queue; wait_ns >= 0.  Out: nothing; KVR_PENDING if some have not ended by then.  Owner: none.  After failure: nothing changed.
+ * Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(NBYTES_RANGE for wait_ns), FORKED.  Threads: any; blocks up to wait_ns.  Since: 1 */
+int32_t kvr_queue_drain(int64_t queue, int64_t wait_ns);
 
 /* Wait until all operations of a queue have ended, then end its threads. From the call on the queue takes no more work.
  * In: queue; wait_ns >= 0.  Out: nothing.

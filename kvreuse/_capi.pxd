@@ -532,6 +532,7 @@ cdef extern from "kvreuse.h" nogil:
     int32_t kvr_table_inventory(int64_t table, int64_t first_slot, int64_t capacity, int64_t *slots, int64_t *generations, uint8_t *keys, uint8_t *key_nbytes, int64_t *out_count, int64_t *out_next) noexcept
     int32_t kvr_table_stats_get(int64_t table, kvr_table_stats *out) noexcept
     int32_t kvr_queue_open(int32_t thread_count, uint32_t flags, int64_t *out_queue) noexcept
+    int32_t kvr_queue_drain(int64_t queue, int64_t wait_ns) noexcept
     int32_t kvr_queue_close(int64_t queue, int64_t wait_ns) noexcept
     int32_t kvr_queue_info_get(int64_t queue, kvr_queue_info *out) noexcept
     int32_t kvr_queue_completed(int64_t queue, int64_t capacity, int64_t *operations, int64_t *out_count) noexcept

@@ -1279,6 +1279,16 @@ def queue_open(thread_count, flags):
     return out
 
 
+def queue_drain(queue, wait_ns):
+    cdef int64_t handle = _int64(queue, "queue")
+    cdef int64_t wait = _int64(wait_ns, "wait_ns")
+    cdef int32_t status
+    with nogil:
+        status = kvr_queue_drain(handle, wait)
+    _check(status)
+    return status != KVR_PENDING
+
+
 def queue_close(queue, wait_ns):
     cdef int64_t handle = _int64(queue, "queue")
     cdef int64_t wait = _int64(wait_ns, "wait_ns")

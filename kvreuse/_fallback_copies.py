@@ -16,7 +16,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import _api, _status, errors
@@ -849,10 +849,11 @@ def _until(wait_ns: int, call: str) -> float:
     return time.monotonic() + min(wait_ns / 1e9, threading.TIMEOUT_MAX / 2)
 
 
-def queue_close(queue: Any, wait_ns: Any) -> None:
-    call = "queue_close"
-    handle = _status.as_integer(queue, "queue")
-    wait_ns = _status.as_integer(wait_ns, "wait_ns")
+def _drain(handle: int, wait_ns: int, call: str, finish: Callable[[Queue], None] | None) -> bool:
+    """Take no more work, and wait; then `finish`, in the same step. Return whether all have ended.
+
+    Where some have not, `finish` gets the queue all the same: it looks at `operations`.
+    """
     until = _until(wait_ns, call)
     is_inside = _is_inside()
     while True:
@@ -861,18 +862,35 @@ def queue_close(queue: Any, wait_ns: Any) -> None:
             thing = host.find_idle(handle, Queue, call)
             thing.is_closing = True
             left = until - time.monotonic()
-            if not thing.operations:
-                _close(thing)
-                break
-            if not is_inside and left > 0:
-                waiter = _ended.waiter()
-            else:
-                for operation in thing.operations:
-                    _enter_quarantine(operation, c.KVR_QUARANTINE_CLOSE)
-                values = (handle, len(thing.operations), wait_ns)
-                raise _status.make(c.KVR_ERROR_NOT_QUIESCENT, c.KVR_DETAIL_QUEUE_NOT_QUIESCENT, values, call)
+            if not thing.operations or is_inside or left <= 0:
+                if finish is not None:
+                    finish(thing)
+                return not thing.operations
+            waiter = _ended.waiter()
         _ended.wait(waiter, left)
-    _stop(thing)
+
+
+def queue_drain(queue: Any, wait_ns: Any) -> bool:
+    handle = _status.as_integer(queue, "queue")
+    return _drain(handle, _status.as_integer(wait_ns, "wait_ns"), "queue_drain", None)
+
+
+def queue_close(queue: Any, wait_ns: Any) -> None:
+    call = "queue_close"
+    handle = _status.as_integer(queue, "queue")
+    closed: list[Queue] = []
+
+    def finish(thing: Queue) -> None:
+        if thing.operations:
+            for operation in thing.operations:
+                _enter_quarantine(operation, c.KVR_QUARANTINE_CLOSE)
+            values = (handle, len(thing.operations))
+            raise _status.make(c.KVR_ERROR_NOT_QUIESCENT, c.KVR_DETAIL_QUEUE_NOT_QUIESCENT, values, call)
+        _close(thing)
+        closed.append(thing)
+
+    _drain(handle, _status.as_integer(wait_ns, "wait_ns"), call, finish)
+    _stop(closed[0])
 
 
 def _close(queue: Queue) -> None:

@@ -152,7 +152,7 @@ DETAILS: dict[int, str] = {
     82: "entry {0} writes into bytes that entry {1} reads: nothing was copied; submit them one after the other",
     83: "the destination can only be read (mapping {0}; 0: foreign memory)",
     84: "queue {0} is being closed: it takes no more work",
-    85: "{1} operation(s) of queue {0} have not ended within {2} ns: what they name stays; wait, and close again",
+    85: "{1} operation(s) of queue {0} have not ended: what they name stays; wait, and close again",
     86: "operation {0} has not ended: wait for it, or cancel it and wait",
     87: "dependency {0} is of kind {1}: expected an fd 1, an operation 2 or a CUDA event 3",
     88: "operation {0}, which this one waited for, ended {outcome1}: nothing was copied",

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
@@ -283,6 +283,7 @@ class CopyQueue(Context):
         self._handle = 0
         self._pid = os.getpid()
         self._needs_after = False
+        self._lock = threading.RLock()  # an operation that has ended is not listed before its object is there
         self._operations: weakref.WeakValueDictionary[int, Operation] = weakref.WeakValueDictionary()
         if profile is not None:
             self._needs_after = profile.copies.after == "required"
@@ -350,8 +351,7 @@ class CopyQueue(Context):
         self.check_after(after := tuple(after))
         to, since = _as_memory(dst), _as_memory(src)
         waits, kept = after_words(after)
-        handle = _backend.copy_submit(
-            self.handle,
+        arguments = (
             submit_words(memory_words(to)),
             submit_words(memory_words(since)),
             int64s(dst_offsets, "dst_offsets"),
@@ -359,7 +359,7 @@ class CopyQueue(Context):
             int64s(lengths, "lengths"),
             submit_words(waits),
         )
-        return self._adopt(handle, (to, since, kept))
+        return self._take(_backend.copy_submit, arguments, (to, since, kept))
 
     def check_after(self, after: tuple[After, ...]) -> None:
         """Raise ProfileError where the profile requires a dependency and there is none."""
@@ -370,10 +370,13 @@ class CopyQueue(Context):
                 name="PROFILE",
             )
 
-    def _adopt(self, handle: int, kept: Any, label: str = "copy") -> Operation:
-        operation = Operation(handle, kept, label)
-        self._operations[handle] = operation
-        return operation
+    def _take(
+        self, submit: Callable[..., int], arguments: tuple[Any, ...], kept: Any, label: str = "copy"
+    ) -> Operation:
+        with self._lock:
+            operation = Operation(submit(self.handle, *arguments), kept, label)
+            self._operations[operation.handle] = operation
+            return operation
 
     def completed(self) -> list[Operation]:
         """List operations that have ended, in the order of their ends, each once; but for those seen to end before.
@@ -383,9 +386,10 @@ class CopyQueue(Context):
         found: list[Operation] = []
         listed = np.empty(COMPLETED_BATCH, np.int64)
         while True:
-            count = _backend.queue_completed(self.handle, listed)
-            for handle in listed[:count].tolist():
-                operation = self._operations.pop(handle, None)
+            with self._lock:
+                count = _backend.queue_completed(self.handle, listed)
+                ended = [self._operations.pop(handle, None) for handle in listed[:count].tolist()]
+            for operation in ended:
                 if operation is not None and operation._final is None:
                     operation.poll()
                     found.append(operation)
@@ -406,21 +410,17 @@ class CopyQueue(Context):
         if self._pid != os.getpid():
             raise ForkedError("the queue belongs to the parent process", status=-26, name="FORKED")
         deadline = time.monotonic() + timeout
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                _backend.queue_close(self._handle, int(max(0.0, min(left, _WAIT_SLICE_S)) * 1e9))
-                break
-            except StaleHandleError:  # another thread has just closed it
-                break
-            except NotQuiescentError as error:
-                if left <= _WAIT_SLICE_S:
-                    cause = WaitTimeoutError(
-                        f"{error.count} operation(s) have not ended within {timeout:g} s",
-                        status=-23,
-                        name="WAIT_TIMEOUT",
-                    )
-                    raise error from cause
+        try:
+            while True:
+                left = max(0.0, deadline - time.monotonic())
+                if _backend.queue_drain(self._handle, int(min(left, _WAIT_SLICE_S) * 1e9)) or not left:
+                    break
+            _backend.queue_close(self._handle, 0)
+        except StaleHandleError:  # another thread has just closed it
+            pass
+        except NotQuiescentError as error:
+            text = f"{error.count} operation(s) have not ended within {timeout:g} s"
+            raise error from WaitTimeoutError(text, status=-23, name="WAIT_TIMEOUT")
         self._handle = 0
         _open_queues.discard(self)
         for operation in list(self._operations.values()):

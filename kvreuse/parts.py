@@ -799,8 +799,7 @@ class _Slots(Context):
         elif direction == DIRECTION_OUT and part._checksum == "always" and part._ordinal < 0:
             flags = SLOTS_VERIFY
         waits, waited = after_words(after)
-        handle = _backend.copy_slots(
-            queue.handle,
+        arguments = (
             part._handle,
             direction,
             np.array(part._mappings, np.int64),
@@ -811,7 +810,8 @@ class _Slots(Context):
             flags,
             submit_words(waits),
         )
-        return queue._adopt(handle, (kept, waited, part), "store" if direction == DIRECTION_IN else "load")
+        label = "store" if direction == DIRECTION_IN else "load"
+        return queue._take(_backend.copy_slots, arguments, (kept, waited, part), label)
 
     def _checks(self) -> bool:
         """Whether a commit computes checksums."""

@@ -628,6 +628,7 @@ static void poll_waits(kvr_queue *queue, int64_t fds, int64_t events)
 static void wait_for_work(kvr_queue *queue)
 {
     int64_t events, fds = count_waits(queue, &events);
+    queue->has_waits = fds || events;
     if ((!fds && !events) || queue->is_polled) {
         pthread_cond_wait(&queue->work, kvr_handles_mutex());
         return;
@@ -655,10 +656,13 @@ static void *work(void *argument)
     kvr_handles_lock();
     while (!queue->is_stopping) {
         kvr_operation *operation = pick(queue);
-        if (operation)
-            run(queue, operation, streams);
-        else
+        if (!operation) {
             wait_for_work(queue);
+            continue;
+        }
+        if (queue->has_waits && !queue->is_polled)
+            pthread_cond_broadcast(&queue->work); /* another thread has to wait for fds and events now */
+        run(queue, operation, streams);
     }
     kvr_handles_unlock();
     for (i = 0; i < KVR_ORDINAL_COUNT_MAX; i++)
@@ -765,30 +769,47 @@ int32_t kvr_queue_open(int32_t thread_count, uint32_t flags, int64_t *out_queue)
 
 static int64_t count_unended(const kvr_queue *queue) { return queue->queued + queue->running; }
 
+/* Take no more work, and wait. KVR_PENDING: some have not ended. The mutex is held, and let go meanwhile. */
+static int32_t drain(int64_t handle, int64_t wait_ns, const char *call, kvr_queue **out)
+{
+    int64_t until = kvr_now_ns() + (wait_ns < KVR_NBYTES_MAX ? wait_ns : KVR_NBYTES_MAX);
+    kvr_object *object;
+    if (wait_ns < 0)
+        return kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_NBYTES_RANGE, call, wait_ns, INT64_MAX, 0, 0);
+    do { /* found anew after each wait: another thread may have closed it */
+        int32_t status = kvr_find_idle(handle, KVR_SORT_QUEUE, call, &object);
+        if (status)
+            return status;
+        *out = (kvr_queue *)object;
+        (*out)->is_closing = 1;
+    } while (count_unended(*out) && !kvr_wait_ended(until));
+    return count_unended(*out) ? KVR_PENDING : KVR_OK;
+}
+
+int32_t kvr_queue_drain(int64_t handle, int64_t wait_ns)
+{
+    kvr_queue *queue;
+    int32_t status;
+    kvr_handles_lock();
+    status = drain(handle, wait_ns, "queue_drain", &queue);
+    kvr_handles_unlock();
+    return status;
+}
+
 int32_t kvr_queue_close(int64_t handle, int64_t wait_ns)
 {
     static const char call[] = "queue_close";
-    kvr_object *object;
     kvr_queue *queue, **at;
     kvr_operation *operation;
-    int64_t until = kvr_now_ns() + (wait_ns < KVR_NBYTES_MAX ? wait_ns : KVR_NBYTES_MAX);
     int32_t status;
-    if (wait_ns < 0)
-        return kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_NBYTES_RANGE, call, wait_ns, INT64_MAX, 0, 0);
     kvr_handles_lock();
-    do { /* found anew after each wait: another thread may have closed it */
-        status = kvr_find_idle(handle, KVR_SORT_QUEUE, call, &object);
-        if (status) {
-            kvr_handles_unlock();
-            return status;
-        }
-        queue = (kvr_queue *)object;
-        queue->is_closing = 1;
-    } while (count_unended(queue) && !kvr_wait_ended(until));
-    if (count_unended(queue)) {
+    status = drain(handle, wait_ns, call, &queue);
+    if (status == KVR_PENDING) {
         for (operation = queue->first; operation; operation = operation->next)
             enter_quarantine(operation, KVR_QUARANTINE_CLOSE);
-        status = kvr_fail(KVR_ERROR_NOT_QUIESCENT, KVR_DETAIL_QUEUE_NOT_QUIESCENT, call, handle, count_unended(queue), wait_ns, 0);
+        status = kvr_fail(KVR_ERROR_NOT_QUIESCENT, KVR_DETAIL_QUEUE_NOT_QUIESCENT, call, handle, count_unended(queue), 0, 0);
+    }
+    if (status) {
         kvr_handles_unlock();
         return status;
     }

@@ -93,7 +93,8 @@ typedef struct kvr_queue {
     int32_t is_closing;
     int32_t is_stopping;
     int32_t is_orphan;
-    int32_t is_polled; /* a thread waits for fds */
+    int32_t is_polled; /* a thread waits for fds and events */
+    int32_t has_waits; /* there may be some to wait for */
     int32_t paused;
     int64_t submitted;
     int64_t done;

@@ -329,6 +329,7 @@ static int32_t accept(kvr_queue *queue, kvr_operation *operation, const char *ca
     else
         queue->first = operation;
     queue->last = operation;
+    queue->has_waits = queue->has_waits || operation->wait_count;
     kvr_queue_wake(queue);
     return KVR_OK;
 }

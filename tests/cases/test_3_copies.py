@@ -396,6 +396,68 @@ def test_b13_a_source_whose_names_are_dropped(play):
     """)
 
 
+def test_b3_who_waits_for_fds_is_replaced_when_it_has_work(play):
+    """B3: of two threads one waits for fds; when it goes off with a long copy, the other one waits for the rest."""
+    play("""
+    with FaultyQueue(2) as q:
+        first, second = os.eventfd(0), os.eventfd(0)
+        slow_into, into = bytearray(1 << 20), bytearray(8)
+        q.pause_at(5)
+        slow = q.submit(slow_into, b"s" * (1 << 20), [0], [0], [1 << 20], after=[first])
+        quick = q.submit(into, b"12345678", [0], [0], [8], after=[second])
+        os.eventfd_write(first, 1)
+        q.wait_paused()
+        os.eventfd_write(second, 1)
+        assert quick.wait(10) is S.DONE and bytes(into) == b"12345678" and slow.state is S.RUNNING
+        q.resume()
+        assert slow.wait(10) is S.DONE
+        os.close(first), os.close(second)
+        del slow, quick
+    """)
+
+
+def test_operations_that_end_at_once_are_listed(play):
+    """O1: one thread submits, another lists: each operation that is held is listed once, in the order of the ends."""
+    play("""
+    q = kvreuse.CopyQueue()
+    held, listed, into = [], [], bytearray(8)
+    def submit():
+        for _ in range(3000):
+            held.append(q.submit(into, b"12345678", [0], [0], [8]))
+    thread = threading.Thread(target=submit)
+    thread.start()
+    poll = select.poll()
+    poll.register(q, select.POLLIN)
+    while len(listed) < 3000:
+        assert poll.poll(10000), len(listed)
+        listed += q.completed()
+    thread.join()
+    assert listed == held and q.completed() == [] and not poll.poll(0)
+    del held[:], listed[:]
+    q.close()
+    """)
+
+
+def test_closing_waits_before_it_puts_in_quarantine(play):
+    """O5: nothing is in quarantine while a close still waits."""
+    play("""
+    q = FaultyQueue()
+    q.pause_at(0)
+    op = q.submit(bytearray(8), b"12345678", [0], [0], [8])
+    q.wait_paused()
+    thread = threading.Thread(target=q.close, args=(20,))
+    thread.start()
+    while not q.info().is_closing:
+        time.sleep(0.001)
+    time.sleep(0.3)
+    assert kvreuse.quarantine() == []
+    q.resume()
+    thread.join(20)
+    assert op.state is S.DONE
+    del op
+    """)
+
+
 def test_c9_waits_leave_python_running(play):
     """C9: a blocking wait in one thread, a counter in another: it passes 1000 in 0.5 s; every wait has its bound."""
     play("""
