@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml kvreuse/_version.py \
 	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/*.pxi kvreuse/native/*.c kvreuse/native/*.h)
 CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
 
-.PHONY: run test test-gpu pure sdist lint asan fuzz tsan bench capi clean FORCE
+.PHONY: run test test-gpu pure sdist lint asan fuzz tsan bench bench-peers capi clean FORCE
 .DELETE_ON_ERROR:
 
 run: $(VENV)/installed
@@ -56,6 +56,10 @@ test-gpu: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/pytest bench $(PYTEST_ARGS)
+
+# Others of the field beside ours, where they are installed in the venv: numpy always is; pip install nixl.
+bench-peers: $(VENV)/installed
+	$(BIN)/python bench/bench_peers.py
 
 # Needs no built package: a changed header may not compile with the old declarations.
 capi: $(VENV)/config

@@ -1,6 +1,6 @@
 """Copies of scattered blocks: a queue of ours, and the same batch as a loop of memcpy in C, taking turns in one run.
 
-Run as a program, it prints the tables; with `--peers` also what other libraries of this field need for the same bytes.
+Run as a program, it prints the tables.
 """
 
 from __future__ import annotations
