@@ -922,5 +922,5 @@ def test_copies_in_any_order(backend):
 if os.environ.get("KVREUSE_LONG") == "1":
 
     def test_copies_in_any_order_over_long_runs(backend):
-        """O1, O2, O3, O4, O6, O7: 10 000 sequences, other ones each time; no shrinking beyond what helps."""
+        """O1, O2, O3, O4, O6, O7: 10 000 sequences, other ones each time. Run it with -o faulthandler_timeout=0."""
         play(backend, 10_000, print_blob=True)
