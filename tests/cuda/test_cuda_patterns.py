@@ -158,8 +158,8 @@ PYTHON_FAULTS = {
     ),
     "bare v1 symbol": (
         "_ctypes_cuda.py",
-        "            address = self._entry(name, version)\n",
-        "            address, symbol = 0, name\n",
+        "        address = self._entry(name, version)\n",
+        "        address, symbol = 0, name\n",
     ),
     "fabric handle written into a 4-byte slot": (
         "_fallback_cuda.py",
