@@ -94,8 +94,8 @@ _graveyard: list[Any] = []
 def only_if(condition: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A rule that does nothing where it has nothing to do.
 
-    Not a precondition of hypothesis: what has ended by now depends on threads, and a sequence has to be drawn alike each
-    time.
+    Not a precondition of hypothesis: what has ended by now depends on threads, and a sequence has to be drawn alike
+    each time.
     """
 
     def decorate(rule_body: Any) -> Any:
