@@ -163,6 +163,7 @@ extern "C" {
 #define KVR_DETAIL_OPERATION_CANCELLED 104  /* v0 operation */
 #define KVR_DETAIL_STRIDE_RANGE 105         /* v0 segment, v1 offset, v2 stride, v3 bytes of a block */
 #define KVR_DETAIL_ADDRESS_RANGE 106        /* v0 address, v1 bytes */
+#define KVR_DETAIL_CONTENT_EPOCH 107        /* v0 index, v1 slot, v2 low 32 bits of the content epoch at its reserve, v3 of that now */
 
 /* ---- sorts of handles ---- */
 #define KVR_SORT_REGION 1
@@ -477,7 +478,7 @@ typedef struct kvr_words {
     int64_t stored_total;   /* counters since the part was created: commits */
     int64_t evicted_total;  /* by capacity: reserve with KVR_RESERVE_EVICT, evict */
     int64_t replaced_total; /* overwritten by a reserve with named slots */
-    int64_t cleared_total;
+    int64_t cleared_total;  /* by clear, reset, expire */
     int64_t corrupt_total;  /* records or data found bad */
     int64_t freed_total;    /* unfinished slots of a dead writer */
     int64_t pad8[2];
@@ -491,7 +492,7 @@ typedef struct kvr_record {
     uint8_t key[32];        /* the first key_nbytes count, the rest is zero */
     int64_t generation;     /* +1 at every reserve */
     int64_t recency;        /* stamp; larger is newer; not covered by record_crc */
-    uint32_t content_epoch; /* low 32 bits of the epoch at commit; 0: never content */
+    uint32_t content_epoch; /* low 32 bits of the epoch at reserve, which commit needs to be the same; 0: never content */
     uint32_t data_crc;      /* CRC32C of the slot's bytes, if flags say so */
     uint32_t record_crc;    /* CRC32C of bytes 0..39, 48..55 and 60..61 in this order */
     uint8_t key_nbytes;     /* 1 to 32 */
@@ -821,6 +822,15 @@ int32_t kvr_table_restore(int64_t table, kvr_restore_result *out);
  * Errors: as kvr_table_restore.  Threads: any; holds the part's lock; time by slot_count.  Since: 1 */
 int32_t kvr_table_reset(int64_t table);
 
+/* Empty the part in one step, while a writer goes on with it: a group-wide clear, or a change of weights, comes from another process.
+ *   Only words are written: dirty, then content_epoch + 1, then cleared_total. No block counts from here on; readers are told
+ *   NOT_READY(PART_DIRTY) until the writer's next call, which rebuilds: what nobody claims is free then, reservations stay (their commit
+ *   is refused).
+ * In: table of the keeper.  Out: *out_removed, blocks that counted.  Owner: none.  After failure: nothing changed.
+ * Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS), WAIT_TIMEOUT(LOCK_TIMEOUT).
+ * Threads: any; holds the part's lock, waits at most lock_wait_ns; time by slot_count.  Since: 1 */
+int32_t kvr_table_expire(int64_t table, int64_t *out_removed);
+
 /* Keys, for all functions below: key i is key_nbytes[i] bytes at keys + i * key_stride_bytes; key_nbytes NULL: all have
  * key_stride_bytes bytes. key_stride_bytes 1..32, each key_nbytes[i] 1..key_stride_bytes (RANGE(KEY_STRIDE, KEY_NBYTES)), key_count
  * 0..KVR_BATCH_COUNT_MAX (RANGE(COUNT_RANGE)). A key counts as present where its newest record is SEALED, intact and of the content
@@ -889,7 +899,8 @@ int32_t kvr_table_reserve(int64_t table, const uint8_t *keys, int64_t key_stride
  * In: table of the writer; slots and generations from kvr_table_reserve (-1 entries are skipped); count; flags KVR_COMMIT_....
  * Out: nothing.  Owner: the slots belong to the part.  After failure: nothing is sealed.
  * Errors: lock and session errors, PERMISSION_DENIED(ROLE_FORBIDS), RANGE(SLOT_RANGE, COUNT_RANGE, FLAGS_UNKNOWN, SLOT_REPEATED),
- *   STALE_BLOCK(GENERATION, SLOT_STATE), NOT_READY(DATA_NOT_BOUND), OUT_OF_MEMORY.  Threads: any; holds the part's lock.  Since: 1 */
+ *   STALE_BLOCK(GENERATION, SLOT_STATE, CONTENT_EPOCH: the part was emptied since the reserve, so that the bytes may be of what was
+ *   forgotten), NOT_READY(DATA_NOT_BOUND), OUT_OF_MEMORY.  Threads: any; holds the part's lock.  Since: 1 */
 int32_t kvr_table_commit(int64_t table, const int64_t *slots, const int64_t *generations, int64_t count, uint32_t flags);
 
 /* Give reserved slots back: WRITING -> FREE. Entries that are -1, or whose slot is not WRITING of that generation, are skipped.
@@ -905,8 +916,8 @@ int32_t kvr_table_abort(int64_t table, const int64_t *slots, const int64_t *gene
 int32_t kvr_table_evict(int64_t table, int64_t evict_count, const uint8_t *keys, int64_t key_stride_bytes,
                         const uint8_t *key_nbytes, int64_t key_count, int64_t *out_count);
 
-/* Forget all content: content_epoch + 1 first, then unclaimed blocks are freed. WRITING slots stay with their reservation (and
- * count for the new epoch once committed). Claimed slots stay as stale until their claims go.
+/* Forget all content: content_epoch + 1 first, then unclaimed blocks are freed. WRITING slots stay with their reservation, which can
+ * only be aborted now. Claimed slots stay as stale until their claims go.
  * In: table of the writer.  Out: *out_removed, blocks freed; *out_kept, claimed ones.  Owner: none.  After failure: dirty stays set.
  * Errors: lock and session errors, PERMISSION_DENIED(ROLE_FORBIDS).  Threads: any; holds the part's lock.  Since: 1 */
 int32_t kvr_table_clear(int64_t table, int64_t *out_removed, int64_t *out_kept);

@@ -138,6 +138,7 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_DETAIL_OPERATION_CANCELLED
     const int64_t KVR_DETAIL_STRIDE_RANGE
     const int64_t KVR_DETAIL_ADDRESS_RANGE
+    const int64_t KVR_DETAIL_CONTENT_EPOCH
     const int64_t KVR_SORT_REGION
     const int64_t KVR_SORT_MAPPING
     const int64_t KVR_SORT_LOCK
@@ -516,6 +517,7 @@ cdef extern from "kvreuse.h" nogil:
     int32_t kvr_table_recover(int64_t table, int64_t *out_freed) noexcept
     int32_t kvr_table_restore(int64_t table, kvr_restore_result *out) noexcept
     int32_t kvr_table_reset(int64_t table) noexcept
+    int32_t kvr_table_expire(int64_t table, int64_t *out_removed) noexcept
     int32_t kvr_table_match(int64_t table, const uint8_t *keys, int64_t key_stride_bytes, const uint8_t *key_nbytes, int64_t key_count, int64_t *out_count) noexcept
     int32_t kvr_table_lookup(int64_t table, const uint8_t *keys, int64_t key_stride_bytes, const uint8_t *key_nbytes, int64_t key_count, int64_t *slots, int64_t *generations) noexcept
     int32_t kvr_table_claim(int64_t table, const uint8_t *keys, int64_t key_stride_bytes, const uint8_t *key_nbytes, int64_t key_count, int64_t *slots, int64_t *generations, int64_t *out_count) noexcept

@@ -988,6 +988,16 @@ def table_reset(table):
     _check(status)
 
 
+def table_expire(table):
+    cdef int64_t handle = _int64(table, "table")
+    cdef int64_t removed = 0
+    cdef int32_t status
+    with nogil:
+        status = kvr_table_expire(handle, &removed)
+    _check(status)
+    return removed
+
+
 # ---- calls of a part's sessions ----
 
 

@@ -63,6 +63,10 @@ class BrokenError(Exception):
     """A derived structure contradicts itself: the dirty word stays set, so that the next one who may rebuilds it."""
 
 
+class ExpiredError(Exception):
+    """The keeper emptied the part, and its lists were made anew, while a long batch let others have the lock."""
+
+
 # ---- layout, superblock ----
 
 
@@ -541,6 +545,8 @@ class Table:
         _NEW_TAIL.pack_into(self.memory, start + 48, 0, 0, 0, len(key), 0, self.row)
         self.links[4 * slot + 1] = self.links[4 * slot + 2] = -1
         self.chain_insert(slot, crc(key))
+        # Late: a slot that was not filled is never taken for the block that it held.
+        self.record_halves[16 * slot + 12] = self.epoch()
         self.words[W_FREE] -= 1
         self.words[W_WRITING] += 1
         self.record_bytes[64 * slot + RECORD_STATE] = WRITING
@@ -715,8 +721,9 @@ class Call:
         if check and repair and (table.given_up or table.late):
             self._settle(table)
 
-    def breathe(self, table: Table, dirty: bool = False) -> None:
-        """Let others have the lock for a moment, in the midst of a batch."""
+    def breathe(self, table: Table, dirty: bool = False) -> bool:
+        """Let others have the lock for a moment, in the midst of a batch; return whether the part was emptied in it."""
+        epoch = table.words[W_EPOCH]
         if dirty:
             table.words[W_DIRTY] = 0
         libc.lock_drop(table.lock.fds[0])
@@ -725,6 +732,12 @@ class Call:
         self._check(table, True, True)
         if dirty:
             table.words[W_DIRTY] = 1
+        return bool(table.words[W_EPOCH] != epoch)
+
+    def walk_on(self, table: Table, dirty: bool = False) -> None:
+        """The same where a list is walked, or was planned with: it must still be the same one afterwards."""
+        if self.breathe(table, dirty):
+            raise ExpiredError
 
     def breathe_row(self, table: Table) -> None:
         """The same for a session that may be fenced, and changes its own row only."""

@@ -5,6 +5,7 @@ Meanings, checks and their order: include/kvreuse.h.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,6 +52,7 @@ from ._fallback_part import (
     WRITING,
     BrokenError,
     Call,
+    ExpiredError,
     Keys,
     Table,
     check_layout_range,
@@ -385,6 +387,11 @@ def _restore(call: Call, table: Table) -> _api.RestoreResult:
     return _api.RestoreResult(content, bad, freed + stale)
 
 
+def _count_content(table: Table) -> int:
+    epoch, states = table.epoch(), table.record_bytes[RECORD_STATE::64].tobytes()
+    return sum(table.is_content(table.record(slot), epoch) for slot, state in enumerate(states) if state == SEALED)
+
+
 def table_reset(table: Any) -> None:
     run("table_reset", _status.as_integer(table, "table"), _reset)
 
@@ -393,13 +400,27 @@ def _reset(call: Call, table: Table) -> None:
     call.require(table, WRITER, KEEPER)
     call.take(table, repair=False)
     _check_no_writer(call, table)
-    words, epoch = table.words, table.epoch()
-    content = sum(table.is_content(table.record(slot), epoch) for slot in range(table.slot_count))
+    words, content = table.words, _count_content(table)
     words[W_DIRTY] = 1
     table.next_epoch()
     _, _, freed, _ = table.rebuild(keep_writing=False)
     words[W_CLEARED] += content
     words[W_FREED] += freed
+
+
+def table_expire(table: Any) -> int:
+    return run("table_expire", _status.as_integer(table, "table"), _expire)  # type: ignore[no-any-return]
+
+
+def _expire(call: Call, table: Table) -> int:
+    call.require(table, KEEPER)
+    call.take(table, check=False, repair=False)
+    words, content = table.words, _count_content(table)
+    # A writer may be admitted: lists, index and counts stay its own, and it makes them anew.
+    words[W_DIRTY] = 1
+    table.next_epoch()
+    words[W_CLEARED] += content
+    return content
 
 
 # ---- calls of any session ----
@@ -645,6 +666,13 @@ def _check_generation(call: Call, table: Table, i: int, slot: int, carried: int)
         raise call.error(c.KVR_ERROR_STALE_BLOCK, c.KVR_DETAIL_GENERATION, i, slot, carried, found)
 
 
+def _check_epoch(call: Call, table: Table, i: int, slot: int) -> None:
+    """Refuse to seal what was reserved before the part was emptied: its bytes may be of what was forgotten."""
+    reserved, epoch = table.record_halves[16 * slot + 12], table.epoch()
+    if reserved != epoch:
+        raise call.error(c.KVR_ERROR_STALE_BLOCK, c.KVR_DETAIL_CONTENT_EPOCH, i, slot, reserved, epoch)
+
+
 def table_release(table: Any, slots: Any) -> None:
     handle = _status.as_integer(table, "table")
     run("table_release", handle, _release, int64_view(slots, "slots").tolist())
@@ -724,7 +752,8 @@ def _sweep(call: Call, table: Table) -> None:
         if left <= 0 or not 0 <= slot < table.slot_count:
             break
         if not step % HOLD_SLOTS:
-            call.breathe(table, dirty=True)
+            if call.breathe(table, dirty=True):
+                break  # a rebuild has freed them
             rows = table.rows()
         following = table.links[4 * slot + 2]
         if table.record_halves[16 * slot + 12] != epoch:
@@ -749,7 +778,7 @@ def _evictable(call: Call, table: Table, keep: set[bytes], limit: int) -> int:
         if found >= limit or not 0 <= slot < table.slot_count:
             break
         if not step % HOLD_SLOTS:
-            call.breathe(table)
+            call.walk_on(table)
             rows = table.rows()
         if (
             table.record_halves[16 * slot + 12] == epoch
@@ -775,7 +804,7 @@ def _evict(call: Call, table: Table, count: int, keep: set[bytes], freed: list[i
         if len(gone) >= count or not 0 <= slot < table.slot_count:
             return gone
         if not step % HOLD_SLOTS:
-            call.breathe(table, dirty=True)
+            call.walk_on(table, dirty=True)
             rows = table.rows()
         following = links[4 * slot + 2]
         if table.record_halves[16 * slot + 12] == epoch and table.state(slot) == SEALED:
@@ -851,6 +880,18 @@ def _reserve(
     if named is not None:
         call.require_slots(table, named)
     call.take(table)
+    while True:
+        try:
+            return _try_reserve(call, table, keys, named, flags)
+        except ExpiredError:
+            # From the beginning: nothing of what was found is so any more.
+            if table.words[W_DIRTY]:
+                table.rebuild(keep_writing=True)
+
+
+def _try_reserve(
+    call: Call, table: Table, keys: list[bytes], named: list[int] | None, flags: int
+) -> tuple[list[int], list[int], list[tuple[bytes, int]]]:
     _sweep(call, table)
     entries, replaced = _plan(call, table, keys, named, bool(flags & c.KVR_RESERVE_DUPLICATE))
     words, keep = table.words, set(keys)
@@ -875,7 +916,7 @@ def _reserve(
             raise call.error(c.KVR_ERROR_NO_SPACE, c.KVR_DETAIL_NO_FREE_SLOT, *values)
         for done, i in enumerate(entries):
             if done and not done % HOLD_SLOTS:
-                call.breathe(table, dirty=True)
+                call.walk_on(table, dirty=True)
             slot = words[W_FREE_HEAD] if named is None else named[i]
             filled.append(slot)
             generations[i] = table.fill(slot, keys[i])
@@ -899,7 +940,7 @@ def _plan(
     taken: set[int] = set()
     for i, key in enumerate(keys):
         if i and not i % HOLD_SLOTS:
-            call.breathe(table)
+            call.walk_on(table)
             rows = table.rows()
         if key in seen:
             continue
@@ -929,7 +970,7 @@ def _replace(call: Call, table: Table, replaced: list[int], freed: list[int]) ->
     gone: list[tuple[bytes, int]] = []
     for done, slot in enumerate(sorted(replaced, key=lambda slot: (table.record_words[8 * slot + 5], slot))):
         if done and not done % HOLD_SLOTS:
-            call.breathe(table, dirty=True)
+            call.walk_on(table, dirty=True)
         if table.is_claimed(slot, table.rows()):
             # Only in a batch so long that others had the lock since it was planned.
             raise call.error(c.KVR_ERROR_BUSY, c.KVR_DETAIL_SLOT_BUSY, 0, slot)
@@ -953,6 +994,7 @@ def _undo_reserve(table: Table, freed: list[int], filled: list[int]) -> None:
     for slot in filled:
         if 0 <= slot < table.slot_count and table.state(slot) == WRITING:
             states[64 * slot + RECORD_STATE] = FREE
+            table.record_halves[16 * slot + 12] = 0
     epoch = table.epoch()
     for slot in freed:
         # What was not yet filled anew is still whole.
@@ -996,14 +1038,19 @@ def commit_slots(
         state = table.state(slots[i])
         if state != WRITING:
             raise call.error(c.KVR_ERROR_STALE_BLOCK, c.KVR_DETAIL_SLOT_STATE, i, slots[i], state, WRITING)
+        _check_epoch(call, table, i, slots[i])
     check_still(call, table, slots, generations, own_count)
     if len(entries) > HOLD_SLOTS:
         call.breathe(table)
     words, memory = table.words, table.memory
     stamp, epoch = table.last_stamp(), table.epoch()
+    if len(entries) > HOLD_SLOTS:
+        _check_epoch(call, table, entries[0], slots[entries[0]])
     for done, i in enumerate(entries):
         if done and not done % HOLD_SLOTS:
-            call.breathe(table)
+            if call.breathe(table):
+                # What was sealed of this batch is no content any more either.
+                _check_epoch(call, table, i, slots[i])
             stamp, epoch = table.last_stamp(), table.epoch()
         slot = slots[i]
         start = table.record_offset + 64 * slot
@@ -1071,7 +1118,8 @@ def _evict_call(call: Call, table: Table, count: int, batch: Keys) -> int:
     freed: list[int] = []
     table.words[W_DIRTY] = 1
     try:
-        _evict(call, table, count, keep, freed)
+        with contextlib.suppress(ExpiredError):  # nothing is left to be evicted
+            _evict(call, table, count, keep, freed)
     finally:
         # What went has gone, also if the rest was cut short.
         if table.holds_place():
@@ -1089,6 +1137,7 @@ def _clear(call: Call, table: Table) -> tuple[int, int]:
     call.take(table)
     _sweep(call, table)
     words, old, rows = table.words, table.epoch(), table.rows()
+    content = words[W_SEALED]
     words[W_DIRTY] = 1
     table.next_epoch()
     words[W_STALE] += words[W_SEALED]
@@ -1099,7 +1148,11 @@ def _clear(call: Call, table: Table) -> tuple[int, int]:
         if not 0 <= slot < table.slot_count:
             break
         if not step % HOLD_SLOTS:
-            call.breathe(table, dirty=True)
+            if call.breathe(table, dirty=True):
+                # A rebuild has freed what nobody claims.
+                kept = min(words[W_STALE], content)
+                removed = content - kept
+                break
             rows = table.rows()
         following = table.links[4 * slot + 2]
         if table.record_halves[16 * slot + 12] == old:
@@ -1131,7 +1184,7 @@ def _invalidate(call: Call, table: Table, slots: list[int], generations: list[in
     for i, slot in enumerate(slots):
         if i and not i % HOLD_SLOTS:
             call.breathe(table)
-            rows = table.rows()
+            epoch, rows = table.epoch(), table.rows()
         if (
             table.state(slot) != SEALED
             or table.record_words[8 * slot + 4] != generations[i]

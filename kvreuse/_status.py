@@ -174,6 +174,8 @@ DETAILS: dict[int, str] = {
     104: "operation {0} was cancelled: its destination is invalid",
     105: "segment {0} has offset {1} and stride {2} for blocks of {3} bytes: expected 0 or more, and at least a block",
     106: "foreign memory cannot be {1} bytes at address {0}",
+    107: "entry {0}: slot {1} was reserved in content epoch {2}, the part is in {3}: its bytes may be of what was "
+    "forgotten; abort the reservation",
 }
 
 _CODES = _errno.errorcode

@@ -444,6 +444,8 @@ class Part(Context):
     def clear(self) -> ClearResult:
         """Forget all content in one step. Claimed blocks keep their memory until released, but are no hits any more.
 
+        Reservations made before can only be aborted: their commit is StaleBlockError.
+
         Returns
         -------
         ClearResult

@@ -734,6 +734,15 @@ int32_t kvr_table_restore(int64_t handle, kvr_restore_result *out)
     return status;
 }
 
+static int64_t count_content(const kvr_table *table)
+{
+    uint32_t epoch = kvr_epoch(table);
+    int64_t slot, content = 0;
+    for (slot = 0; slot < table->super.slot_count; slot++)
+        content += kvr_is_content(&table->records[slot], epoch);
+    return content;
+}
+
 int32_t kvr_table_reset(int64_t handle)
 {
     static const char call[] = "table_reset";
@@ -752,10 +761,7 @@ int32_t kvr_table_reset(int64_t handle)
     }
     if (!status) {
         kvr_words *words = table->words;
-        uint32_t epoch = kvr_epoch(table);
-        int64_t slot, content = 0;
-        for (slot = 0; slot < table->super.slot_count; slot++)
-            content += kvr_is_content(&table->records[slot], epoch);
+        int64_t content = count_content(table);
         kvr_set_dirty(words);
         kvr_next_epoch(table);
         status = kvr_rebuild(table, 0, &rebuilt);
@@ -763,6 +769,29 @@ int32_t kvr_table_reset(int64_t handle)
             kvr_add(&words->cleared_total, content);
             kvr_add(&words->freed_total, rebuilt.freed);
         }
+        kvr_lock_drop(table->lock);
+    }
+    kvr_table_leave(table);
+    return status;
+}
+
+int32_t kvr_table_expire(int64_t handle, int64_t *out_removed)
+{
+    static const char call[] = "table_expire";
+    kvr_table *table;
+    int32_t status = kvr_table_enter(handle, call, &table);
+    if (status)
+        return status;
+    status = kvr_table_require(table, call, KVR_ROLE_KEEPER, KVR_ROLE_KEEPER);
+    if (!status)
+        status = kvr_table_take(table, call, 0, 0);
+    if (!status) {
+        int64_t content = count_content(table);
+        /* A writer may be admitted: lists, index and counts stay its own, and it makes them anew. */
+        kvr_set_dirty(table->words);
+        kvr_next_epoch(table);
+        kvr_add(&table->words->cleared_total, content);
+        *out_removed = content;
         kvr_lock_drop(table->lock);
     }
     kvr_table_leave(table);

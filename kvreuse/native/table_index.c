@@ -231,6 +231,8 @@ int32_t kvr_fill_slot(kvr_table *table, int64_t slot, const uint8_t *key, uint8_
     status = chain_insert(table, slot, kvr_crc(0, key, nbytes));
     if (status)
         return status;
+    /* Late: a slot that was not filled is never taken for the block that it held. */
+    record->content_epoch = kvr_epoch(table);
     kvr_add(&table->words->free_count, -1);
     kvr_add(&table->words->writing_count, 1);
     kvr_store_state(&record->state, KVR_SLOT_WRITING);

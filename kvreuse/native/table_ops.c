@@ -706,8 +706,11 @@ static void undo(kvr_table *table, const plan *planned, const evicted *gone)
 {
     uint32_t epoch = kvr_epoch(table);
     int64_t i;
-    for (i = 0; i < planned->filled; i++)
-        kvr_store_state(&table->records[planned->slots[i]].state, KVR_SLOT_FREE);
+    for (i = 0; i < planned->filled; i++) {
+        kvr_record *record = &table->records[planned->slots[i]];
+        kvr_store_state(&record->state, KVR_SLOT_FREE);
+        record->content_epoch = 0;
+    }
     for (i = 0; i < gone->count; i++) {
         kvr_record *record = &table->records[gone->slots[i]];
         /* What was not yet filled anew is still whole. */
@@ -892,6 +895,7 @@ int32_t kvr_check_repeated(const int64_t *slots, int64_t count, const char *call
 static int32_t check_reserved(const kvr_table *table, const int64_t *slots, const int64_t *generations, int64_t count,
                               const char *call)
 {
+    uint32_t epoch = kvr_epoch(table);
     int64_t i;
     for (i = 0; i < count; i++) {
         int32_t status;
@@ -904,6 +908,9 @@ static int32_t check_reserved(const kvr_table *table, const int64_t *slots, cons
         state = kvr_load_state(&table->records[slots[i]].state);
         if (state != KVR_SLOT_WRITING)
             return kvr_fail(KVR_ERROR_STALE_BLOCK, KVR_DETAIL_SLOT_STATE, call, i, slots[i], state, KVR_SLOT_WRITING);
+        if (table->records[slots[i]].content_epoch != epoch)
+            return kvr_fail(KVR_ERROR_STALE_BLOCK, KVR_DETAIL_CONTENT_EPOCH, call, i, slots[i],
+                            table->records[slots[i]].content_epoch, epoch);
     }
     return KVR_OK;
 }

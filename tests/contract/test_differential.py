@@ -85,6 +85,7 @@ _operation = st.one_of(
     st.tuples(st.just("restore")),
     st.tuples(st.just("reset")),
     st.tuples(st.just("recover")),
+    st.tuples(st.just("expire")),
 )
 _operations = st.lists(_operation, min_size=1, max_size=40)
 
@@ -107,6 +108,7 @@ _WEIGHTS = {
     "restore": 1,
     "reset": 1,
     "recover": 1,
+    "expire": 2,
 }
 
 
@@ -244,6 +246,9 @@ class Driver:
     def _recover(self):
         return self.keeper.backend.table_recover(self.keeper.table)
 
+    def _expire(self):
+        return self.keeper.backend.table_expire(self.keeper.table)
+
     def state(self) -> dict[str, int]:
         stats = self.sessions["writer"].stats()._asdict()
         return {
@@ -299,9 +304,11 @@ class Oracle:
         return self.model.abort(*filled)
 
     def _match(self, who, keys, *, filled, found):
+        self.model.enter(SESSION_OF[who])
         return self.model.match(keys)
 
     def _lookup(self, who, keys, *, filled, found):
+        self.model.enter(SESSION_OF[who])
         return self._pairs([self.model.find(key) for key in keys], self.model)
 
     def _claim(self, who, keys, *, filled, found):
@@ -329,6 +336,7 @@ class Oracle:
         return self.model.invalidate(*filled)
 
     def _inventory(self, who, capacity, *, filled, found):
+        self.model.enter(SESSION_OF[who])
         return self.model.inventory()
 
     def _restore(self, *, filled, found):
@@ -339,6 +347,9 @@ class Oracle:
 
     def _recover(self, *, filled, found):
         raise ModelError(-12, 38, 0, WRITER_ID)  # a writer is admitted
+
+    def _expire(self, *, filled, found):
+        return self.model.expire()
 
 
 def _open(part: PartMemory, writing: Any, reading: Any) -> Driver:
@@ -396,6 +407,7 @@ def test_backends_and_model_agree_over_long_runs():
         ("recover", "BusyError"),
     ):
         assert seen[name, error] >= 8, f"{name} hardly ever ended in {error}: {seen}"
+    assert sum(count for (_, error), count in seen.items() if error == "NotReadyError") >= 8, seen
 
 
 def alternate(turns: Iterable[Iterable[tuple[Any, ...]]]) -> None:
@@ -565,6 +577,7 @@ SIGNATURES = {
     "table_admit": "hiii",
     "table_drop": "hii",
     "table_recover": "h",
+    "table_expire": "h",
     "table_match": "hbib",
     "table_lookup": "hbibbb",
     "table_claim": "hbibbb",
@@ -648,7 +661,7 @@ def _copy(value: Any) -> Any:
 
 # Their successes hand out handles, fds or numbers of the kernel, which are compared by the tests of their meaning.
 _OPENS = {"host_allocate", "region_import", "region_map", "region_export", "table_open"}
-_KEEPER_CALLS = {"table_set_state", "table_admit", "table_drop", "table_recover", "table_stats"}
+_KEEPER_CALLS = {"table_set_state", "table_admit", "table_drop", "table_recover", "table_expire", "table_stats"}
 _NUMBERS = {"region_info", "mapping_info", "region_observe"}
 
 

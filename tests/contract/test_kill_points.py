@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import pytest
 from part_memory import CHECKSUM, DUPLICATE, EVICT, KEEPER, READER, WRITER, PartMemory, Session, backend_modules
 
+from kvreuse import errors
+
 SLOTS = 6
 OLD = [b"old%d" % i for i in range(4)]
 NEW = [b"new%d" % i for i in range(5)]
@@ -144,6 +146,39 @@ def test_a_kill_between_any_two_lines_loses_nothing(name, by_keeper):
         for i, image in enumerate(states):
             put(copy, image)
             check_takeover(copy, step, takers[i % len(takers)], by_keeper)
+
+
+def test_a_kill_of_the_keeper_within_an_expire_loses_all_or_nothing():
+    """K1, R6: the writer goes on; readers see all blocks, or are told to wait for it; nothing comes back later."""
+    fallback = importlib.import_module("kvreuse._fallback")
+    takers = backend_modules()
+    with PartMemory(fallback, SLOTS, 64) as part, PartMemory(fallback, SLOTS, 64) as copy:
+        writer = part.open(fallback, WRITER, 1, 0)
+        writer.store(OLD, checksum=CHECKSUM)
+        pending = writer.reserve([PENDING])
+        keeper = part.open(fallback, KEEPER)
+        step = Step(lambda w, p: fallback.table_expire(keeper.table), may_go=4, is_atomic=True)
+        states = states_of(part, step, writer, pending)
+        assert len(states) >= 4
+        for i, image in enumerate(states):
+            put(copy, image)
+            taker = takers[i % len(takers)]
+            other, reader = copy.open(taker, WRITER, 1, 0), copy.open(taker, READER, 2, 1)
+            try:
+                assert reader.match(OLD) == len(OLD)
+            except errors.NotReadyError:
+                assert other.match(OLD) in (0, len(OLD))
+            left = other.match(OLD)
+            assert reader.match(OLD) == left
+            if left:
+                other.commit(pending)
+            else:
+                with pytest.raises(errors.StaleBlockError):
+                    other.commit(pending)
+                assert other.abort(pending) == 1
+            assert other.reserve([b"a", b"b"], EVICT).slots.count(-1) == 0
+            other.close()
+            reader.close()
 
 
 def test_states_between_lines_are_seen():

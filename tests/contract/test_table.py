@@ -16,6 +16,7 @@ import time
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 from part_memory import (
     CHECKSUM,
@@ -36,6 +37,7 @@ from part_memory import (
     PartMemory,
     backend_modules,
     fails,
+    is_detail,
     longs,
     pack,
     read_only,
@@ -467,6 +469,7 @@ TABLE_CALLS = {
     "table_admit": (0, 1, 1),
     "table_drop": (0, 1),
     "table_recover": (),
+    "table_expire": (),
     "table_restore": (),
     "table_reset": (),
     "table_match": (b"", 32, None),
@@ -523,7 +526,7 @@ def test_random_numbers_are_no_tables(backend, writer):
 
 _WRITER_ONLY = ["table_reserve", "table_commit", "table_abort", "table_evict", "table_clear", "table_invalidate"]
 _SESSION_ONLY = ["table_claim", "table_claim_slots", "table_release", "table_touch"]
-_KEEPER_ONLY = ["table_set_state", "table_admit", "table_drop", "table_recover"]
+_KEEPER_ONLY = ["table_set_state", "table_admit", "table_drop", "table_recover", "table_expire"]
 
 
 @pytest.mark.parametrize("call", [*_WRITER_ONLY, *_SESSION_ONLY, *_KEEPER_ONLY, "table_restore", "table_reset"])
@@ -992,7 +995,7 @@ def test_bind_of_a_mapping_that_is_too_small(backend):
 
 
 def test_clear(backend, part, writer, reader):
-    """I4, D7, (b): one increment forgets all; claimed blocks stay as memory only; reservations stay and count later."""
+    """I4, D7, (b): one increment forgets all; claimed blocks stay as memory only; reservations stay, to be aborted."""
     writer.store([A, B, C])
     pending = writer.reserve([D])
     claimed = reader.claim([B])
@@ -1009,7 +1012,11 @@ def test_clear(backend, part, writer, reader):
         1,
     )
     assert stats.cleared_total == 3
-    writer.commit(pending)
+    with fails(-19, 107, 0, 3, 1, 2, call="table_commit"):
+        writer.commit(pending)
+    assert reader.match([D]) == 0
+    assert writer.abort(pending) == 1
+    assert writer.store([D]).slots == [3]
     assert reader.match([D]) == 1
     with fails(-19, 52, 0, 1, 2, 2, call="table_claim_slots"):
         reader.claim_slots([1], [1])
@@ -1250,6 +1257,140 @@ def test_reset(backend, part, writer, reader):
     reader.release(claimed[0])
     writer.store(KEYS)
     assert writer.match(KEYS) == 8
+
+
+# ---- emptied from outside ----
+
+
+def test_expire(backend, part, writer, reader):
+    """R6, I4: beside a writer the keeper stores the epoch, dirty and a total, and nothing else; the writer repairs."""
+    keeper = part.open(backend, KEEPER)
+    writer.store([A, B, C])
+    pending = writer.reserve([D])
+    claimed = reader.claim([B])
+    before = part.image()
+    assert backend.table_expire(keeper.table) == 3
+    words = bytearray(before["words"])
+    for offset, value in ((CONTENT_EPOCH, 2), (DIRTY, 1), (536, 3)):
+        struct.pack_into("<q", words, offset, value)
+    assert part.image() == {**before, "words": bytes(words)}
+    for call in (lambda: reader.match([A]), lambda: reader.claim([B]), reader.inventory):
+        with fails(-14, 41):
+            call()
+    assert backend.table_expire(keeper.table) == 0, "it is not content any more"
+    assert writer.match([A]) == 0
+    assert part.word(DIRTY) == 0
+    assert (reader.match([A]), reader.inventory()) == (0, [])
+    stats = writer.stats()
+    assert stats[5:9] == (6, 1, 0, 1), "what is claimed and what is reserved stays"
+    assert (stats.content_epoch, stats.cleared_total) == (3, 3)
+    assert writer.abort(pending) == 1
+    reader.release(claimed[0])
+    assert sorted(writer.store(KEYS).slots) == list(range(8))
+    backend.table_set_state(keeper.table, RETIRED)
+    assert backend.table_expire(keeper.table) == 8
+
+
+def test_expire_waits_for_nobody(backend, part, lock_holder):
+    """K7: the keeper never waits for a part's lock; nothing is changed."""
+    keeper = part.open(backend, KEEPER)
+    before = part.image()
+    with fails(-23, 42, 0, lock_holder.pid, call="table_expire"):
+        backend.table_expire(keeper.table)
+    assert part.image() == before
+
+
+def _expire(backend, keeper, writer):
+    backend.table_expire(keeper.table)
+
+
+def _clear(backend, keeper, writer):
+    writer.clear()
+
+
+@pytest.mark.parametrize("empty", [_expire, _clear])
+def test_what_was_reserved_before_the_part_was_emptied_never_counts(backend, part, writer, reader, empty):
+    """I4, R1: its bytes may be of the weights before; nothing of the batch is sealed; the slots are given back."""
+    keeper = part.open(backend, KEEPER)
+    old = writer.reserve([A, B])
+    empty(backend, keeper, writer)
+    new = writer.reserve([C])
+    mixed = ([*new.slots, -1, *old.slots], [*new.generations, 0, *old.generations])
+    for checksum in (0, CHECKSUM):
+        with fails(-19, 107, 2, 0, 1, 2, call="table_commit"):
+            writer.commit(mixed, checksum)
+    assert reader.inventory() == []
+    assert writer.stats()[5:9] == (5, 3, 0, 0)
+    writer.commit(new)
+    with fails(-12, 49, 0, call="table_reserve"):
+        writer.reserve([A])
+    assert writer.abort(old) == 2
+    writer.commit(writer.reserve([A, B]))
+    assert reader.match([A, B, C]) == 3
+
+
+def test_a_reservation_outlives_a_rebuild(part, writer):
+    """K7: a repair without a new epoch leaves reservations as they are."""
+    reserved = writer.reserve([A])
+    part.word(DIRTY, 1)
+    assert writer.match([A]) == 0
+    writer.commit(reserved)
+    assert writer.match([A]) == 1
+
+
+def test_epochs_of_more_than_32_bits(backend, part, writer):
+    """H1: records carry the low 32 bits, and 0 is skipped."""
+    keeper = part.open(backend, KEEPER)
+    part.word(CONTENT_EPOCH, 2**32 - 1)
+    reserved = writer.reserve([A])
+    assert backend.table_expire(keeper.table) == 0
+    assert part.word(CONTENT_EPOCH) == 2**32 + 1
+    with fails(-19, 107, 0, 0, 2**32 - 1, 1, call="table_commit"):
+        writer.commit(reserved)
+    writer.abort(reserved)
+    writer.store([A])
+    assert writer.match([A]) == 1
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_copies_end_failed_if_the_part_was_emptied(backend, part, writer, commits):
+    """O4, I4: a copy that is to commit ends FAILED and gives its slots back; any other leaves that to its caller."""
+    keeper = part.open(backend, KEEPER)
+    queue = backend.queue_open(1, 0)
+    data = np.frombuffer(bytes(range(64)), np.uint8)
+    event = os.eventfd(0)
+    try:
+        reserved = writer.reserve([A])
+        segment = longs([0, data.ctypes.data, 64, -1, 0, 0, 64, 0, 64])
+        operation = backend.copy_slots(
+            queue,
+            writer.table,
+            1,
+            longs(writer._mappings),
+            longs(reserved.slots),
+            longs(reserved.generations),
+            longs([0]),
+            segment,
+            int(commits),  # KVR_SLOTS_COMMIT
+            longs([1, event, 0]),
+        )
+        assert backend.table_expire(keeper.table) == 0
+        os.eventfd_write(event, 1)
+        assert backend.operation_wait(operation, 20 * 10**9)
+        info, error = backend.operation_info(operation), backend.operation_error(operation)
+        assert (info.state, info.moved_nbytes) == (3 if commits else 2, 64)
+        if commits:
+            assert is_detail(error, -19, 107, (0, 0, 1, 2))
+        else:
+            with fails(-19, 107, 0, 0, 1, 2, call="table_commit"):
+                writer.commit(reserved)
+            assert writer.abort(reserved) == 1
+        assert writer.stats()[5:9] == (8, 0, 0, 0)
+        assert writer.match([A]) == 0
+        backend.operation_release(operation)
+    finally:
+        backend.queue_close(queue, 20 * 10**9)
+        os.close(event)
 
 
 # ---- damage ----

@@ -146,6 +146,109 @@ def test_a_claim_that_is_fenced_in_the_midst_claims_nothing(monkeypatch, hold_sl
         assert writer.stats().claimed_count == 0
 
 
+class _Expirer:
+    """Empties the part, as a keeper of another process does, the nth time that the lock is let go in a batch."""
+
+    def __init__(self, monkeypatch, part):
+        self.part, self.left = part, 0
+        sleep = _fallback_part.time.sleep
+        monkeypatch.setattr(_fallback_part.time, "sleep", lambda seconds: (self.look(), sleep(seconds)))
+
+    def look(self):
+        self.left -= 1
+        if self.left == 0:
+            self.part.word(192, 1)
+            self.part.word(64, self.part.word(64) + 1)
+
+
+def _whole(writer, slot_count):
+    """Every slot is free, claimed or reserved, and the free ones can all be given out."""
+    stats = writer.stats()
+    assert stats.dirty == 0
+    assert stats.free_count + stats.writing_count + stats.sealed_count + stats.stale_count == slot_count
+    assert stats.sealed_count == len(writer.inventory())
+    free = writer.reserve([b"free%d" % i for i in range(stats.free_count)])
+    assert len(set(free.slots) - {-1}) == stats.free_count
+    writer.commit(free)
+    assert writer.match([b"free%d" % i for i in range(stats.free_count)]) == stats.free_count
+
+
+@pytest.mark.parametrize("nth", range(1, 12))
+@pytest.mark.parametrize("what", ["reserve", "evicting", "named", "evict", "clear", "sweep", "invalidate", "claim"])
+def test_a_part_that_is_emptied_in_the_midst_of_a_batch(monkeypatch, hold_slots, nth, what):
+    """K7, I4, R6: the call goes on with the lists as they are then; no reservation is of both epochs."""
+    hold_slots(4)
+    with PartMemory(_fallback, slot_count=32) as part:
+        writer = part.open(_fallback, WRITER, 1, 0)
+        reader = part.open(_fallback, READER, 2, 1)
+        old = keys_of(range(24))
+        writer.store(old)
+        claimed = reader.claim(old[:6])[0]
+        if what == "sweep":
+            writer.clear()
+            writer.store(old)
+            reader.release(claimed)
+        expirer = _Expirer(monkeypatch, part)
+        expirer.left = nth
+        new = keys_of(range(100, 120))
+        if what in ("reserve", "evicting", "sweep", "named"):
+            if what == "reserve":
+                new = new[:8]
+            named = list(range(8, 28)) if what == "named" else None
+            reserved = writer.reserve(new, EVICT, named)
+            assert len(set(reserved.slots)) == len(new)
+            assert not set(reserved.slots) & set(claimed if what != "sweep" else ())
+            assert expirer.left <= 0 or what == "reserve" or nth > 6
+            expirer.left = 0
+            epochs = {part.read("table", part.record_offset(slot) + 48, 4) for slot in reserved.slots}
+            assert len(epochs) == 1
+            if epochs == {part.word(64).to_bytes(8, "little")[:4]}:
+                writer.commit(reserved)
+                assert reader.match(new) == len(new)
+            else:
+                with pytest.raises(errors.StaleBlockError, match="content epoch"):
+                    writer.commit(reserved)
+                assert writer.abort(reserved) == len(new)
+        elif what == "evict":
+            assert writer.evict(20) <= 18
+        elif what == "clear":
+            assert writer.clear() == (18, 6)
+        elif what == "invalidate":
+            expirer.left = 0
+            slots, generations = writer.lookup(old)
+            expirer.left = nth
+            assert 0 <= writer.invalidate(slots, generations) <= 24
+        else:
+            assert len(writer.claim(old)[0]) <= 24
+        expirer.left = 0
+        writer.match(old)
+        _whole(writer, 32)
+
+
+@pytest.mark.parametrize("nth", range(1, 12))
+def test_a_commit_in_the_midst_of_which_the_part_is_emptied_leaves_no_content(monkeypatch, hold_slots, nth):
+    """I4, R1: what was sealed of the batch before is no content any more, and the rest is not sealed."""
+    hold_slots(4)
+    with PartMemory(_fallback, slot_count=32) as part:
+        writer = part.open(_fallback, WRITER, 1, 0)
+        keys = keys_of(range(20))
+        reserved = writer.reserve(keys)
+        expirer = _Expirer(monkeypatch, part)
+        expirer.left = nth
+        if nth <= 9:  # 4 pauses while all are checked, one between, 4 while they are sealed
+            with fails(-19, 107, call="table_commit"):
+                writer.commit(reserved)
+            assert writer.inventory() == []
+            assert writer.abort(reserved) == (20 if nth <= 5 else 20 - 4 * (nth - 5))
+        else:
+            writer.commit(reserved)
+            expirer.left = 0
+            assert writer.match(keys) == 20
+        expirer.left = 0
+        writer.match(keys)
+        _whole(writer, 32)
+
+
 @pytest.mark.parametrize("cut_at", range(6))
 @pytest.mark.parametrize("step", ["fill", "free"])
 def test_a_reserve_that_is_cut_short_changes_nothing(monkeypatch, step, cut_at):

@@ -23,7 +23,7 @@ WRITING, SEALED = 1, 2
 STALE_HANDLE, HANDLE_CLOSED, SIZE_MISMATCH, RANGE, PERMISSION_DENIED = -2, -3, -5, -6, -8
 BUSY, NOT_QUIESCENT, NOT_READY, STALE_BLOCK, CORRUPT = -12, -13, -14, -19, -20
 
-HANDLE_STALE, ROLE_FORBIDS, GENERATION, SLOT_STATE = 5, 35, 51, 52
+HANDLE_STALE, ROLE_FORBIDS, GENERATION, SLOT_STATE, CONTENT_EPOCH = 5, 35, 51, 52, 107
 COPY_DST_RANGE, COPY_SRC_RANGE, COPY_OVERLAP, COPY_CROSS_OVERLAP, COPY_READ_ONLY, QUEUE_CLOSING = range(79, 85)
 QUEUE_NOT_QUIESCENT, OPERATION_RUNNING, AFTER_FAILED, MAPPING_IN_FLIGHT, SLOT_IN_FLIGHT = 85, 86, 88, 90, 91
 SLOT_SPOILED, TABLE_IN_FLIGHT, COPY_SHORT, SLOT_GIVEN_UP, ENGINE_BLOCK_RANGE, OPERATION_CANCELLED = (
@@ -495,9 +495,13 @@ class CopyModel:
                 found.append(Outcome(FAILED, "all", CORRUPT, SLOT_SPOILED))
             if self.spoiled.get(slot) == generation:
                 found.append(Outcome(FAILED, "all", CORRUPT, SLOT_SPOILED))
+            is_late = self._is_writing(slot) and self.table.blocks[slot].epoch != self.table.epoch
+            if is_late:
+                found.append(Outcome(FAILED, "all", STALE_BLOCK, CONTENT_EPOCH))
             # Others may have ended before it, but only well (O4).
             if (
                 slot in self._given_up_before
+                or is_late
                 or self.spoiled.get(slot) == generation
                 or any(states.get(o, o.state) != DONE for o in others)
             ):
@@ -638,6 +642,7 @@ class CopyModel:
         if not self._is_writing(slot):
             state = self.table.blocks[slot].state if slot in self.table.blocks else 0
             raise ModelError(STALE_BLOCK, SLOT_STATE, i, slot, state, WRITING)
+        self.table.check_epoch(i, slot)
 
     def commit(self, slots: Sequence[int], generations: Sequence[int], has_crc: bool) -> None:
         self.table.commit(slots, generations)

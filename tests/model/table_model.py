@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 FREE, WRITING, SEALED = 0, 1, 2
-BUSY, NO_SPACE, RANGE, STALE_BLOCK = -12, -10, -6, -19
+BUSY, NO_SPACE, NOT_READY, RANGE, STALE_BLOCK = -12, -10, -14, -6, -19
 SLOT_RANGE, SLOT_REPEATED, SLOT_BUSY, KEY_RESERVED, NO_FREE_SLOT = 46, 47, 48, 49, 50
 GENERATION, SLOT_STATE, NOT_CLAIMED = 51, 52, 53
+PART_DIRTY, CONTENT_EPOCH = 41, 107
 NEVER_CONTENT = -1
 
 
@@ -32,7 +33,7 @@ class Block:
     key: bytes
     slot: int = -1
     state: int = WRITING
-    epoch: int = NEVER_CONTENT
+    epoch: int = NEVER_CONTENT  # of the part at the reserve, which the commit needs
     recency: int = 0
     claims: Counter[int] = field(default_factory=Counter)  # session -> count
     stamps: dict[int, int] = field(default_factory=dict)  # reader session -> stamp that the writer has not looked at
@@ -55,6 +56,7 @@ class TableModel:
         self.generations = [0] * slot_count
         self.totals: Counter[str] = Counter()
         self.new: list[Block] = []  # reserved, not yet assigned to slots
+        self.untold: dict[str, int] = {}  # since an expire: the counts as they stay until the writer's next call
 
     # ---- what there is ----
 
@@ -72,15 +74,21 @@ class TableModel:
         return {
             "content_epoch": self.epoch,
             "slot_count": self.slot_count,
-            "free_count": self.slot_count - len(self.blocks),
-            "writing_count": sum(b.state == WRITING for b in blocks),
-            "sealed_count": sum(self._content(b) for b in blocks),
-            "stale_count": sum(b.state == SEALED and not self._content(b) for b in blocks),
+            **(self.untold or self._slot_counts()),
             "claimed_count": sum(b.claimed for b in blocks),
             **{
                 f"{name}_total": self.totals[name]
                 for name in ("stored", "evicted", "replaced", "cleared", "corrupt", "freed")
             },
+        }
+
+    def _slot_counts(self) -> dict[str, int]:
+        blocks = self.blocks.values()
+        return {
+            "free_count": self.slot_count - len(self.blocks),
+            "writing_count": sum(b.state == WRITING for b in blocks),
+            "sealed_count": sum(self._content(b) for b in blocks),
+            "stale_count": sum(b.state == SEALED and not self._content(b) for b in blocks),
         }
 
     def inventory(self) -> list[tuple[int, int, bytes]]:
@@ -131,6 +139,14 @@ class TableModel:
             if not 0 <= slot < self.slot_count:
                 raise ModelError(RANGE, SLOT_RANGE, i, slot, self.slot_count)
 
+    def enter(self, session: int) -> None:
+        """What comes first in most calls: after an expire the writer repairs, and readers are told to wait for that."""
+        if self.untold:
+            if session != self.writer:
+                raise ModelError(NOT_READY, PART_DIRTY)
+            self._sweep()
+            self.untold = {}
+
     # ---- calls of any session ----
 
     def match(self, keys: Sequence[bytes]) -> int:
@@ -146,6 +162,7 @@ class TableModel:
         return found
 
     def claim(self, session: int, keys: Sequence[bytes]) -> list[Block]:
+        self.enter(session)
         found = self._prefix(keys)
         for block in found:
             block.claims[session] += 1
@@ -153,6 +170,7 @@ class TableModel:
 
     def claim_slots(self, session: int, slots: Sequence[int], generations: Sequence[int]) -> None:
         self._check_slots(slots)
+        self.enter(session)
         for i, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
             if self.generations[slot] != generation:
                 raise ModelError(STALE_BLOCK, GENERATION, i, slot, generation, self.generations[slot])
@@ -174,6 +192,7 @@ class TableModel:
             self.blocks[slot].claims[session] -= 1
 
     def touch(self, session: int, keys: Sequence[bytes]) -> int:
+        self.enter(session)
         touched = 0
         for key in reversed(keys):
             block = self.find(key)
@@ -200,6 +219,7 @@ class TableModel:
         """Blocks to be written, one an entry, and the keys that went, oldest first. `assign` must follow."""
         if named is not None:
             self._check_slots(named)
+        self.enter(self.writer)
         self._sweep()
         writing = {b.key for b in self.blocks.values() if b.state == WRITING}
         entries: list[Block | None] = []
@@ -214,7 +234,7 @@ class TableModel:
             if key in writing:
                 raise ModelError(BUSY, KEY_RESERVED, i)
             seen.add(key)
-            block = Block(key)
+            block = Block(key, epoch=self.epoch)
             if named is not None:
                 slot = named[i]
                 if slot in taken:
@@ -268,6 +288,7 @@ class TableModel:
             if slot != -1 and slot in seen:
                 raise ModelError(RANGE, SLOT_REPEATED, i, slot)
             seen.add(slot)
+        self.enter(self.writer)
         for i, (slot, generation) in enumerate(zip(slots, generations, strict=True)):
             if slot == -1:
                 continue
@@ -276,14 +297,21 @@ class TableModel:
             state = self.blocks[slot].state if slot in self.blocks else FREE
             if state != WRITING:
                 raise ModelError(STALE_BLOCK, SLOT_STATE, i, slot, state, WRITING)
+            self.check_epoch(i, slot)
         for slot in slots:
             if slot != -1:
                 block = self.blocks[slot]
-                block.state, block.epoch, block.recency = SEALED, self.epoch, self._stamp()
+                block.state, block.recency = SEALED, self._stamp()
                 self.totals["stored"] += 1
+
+    def check_epoch(self, i: int, slot: int) -> None:
+        """What was reserved before the part was emptied must not count after it."""
+        if self.blocks[slot].epoch != self.epoch:
+            raise ModelError(STALE_BLOCK, CONTENT_EPOCH, i, slot, self.blocks[slot].epoch, self.epoch)
 
     def abort(self, slots: Sequence[int], generations: Sequence[int]) -> int:
         self._check_slots(slots, skip_negative=True)
+        self.enter(self.writer)
         count = 0
         for slot, generation in zip(slots, generations, strict=True):
             block = self.blocks.get(slot)
@@ -293,10 +321,12 @@ class TableModel:
         return count
 
     def evict(self, count: int, keep: Sequence[bytes]) -> int:
+        self.enter(self.writer)
         self._sweep()
         return len(self._take_oldest(count, keep))
 
     def clear(self) -> tuple[int, int]:
+        self.enter(self.writer)
         self._sweep()
         content = [b for b in self.blocks.values() if self._content(b)]
         self.epoch += 1
@@ -307,6 +337,7 @@ class TableModel:
 
     def invalidate(self, slots: Sequence[int], generations: Sequence[int]) -> int:
         self._check_slots(slots)
+        self.enter(self.writer)
         count = 0
         for slot, generation in zip(slots, generations, strict=True):
             block = self.blocks.get(slot)
@@ -321,6 +352,7 @@ class TableModel:
 
     def recover(self) -> int:
         """The keeper's step after a writer's death."""
+        self.enter(self.writer)
         gone = [b for b in self.blocks.values() if b.state == WRITING]
         for block in gone:
             self._free(block)
@@ -333,6 +365,14 @@ class TableModel:
         before = len(self.blocks)
         self._sweep()
         return sum(self._content(b) for b in self.blocks.values()), 0, freed + before - len(self.blocks)
+
+    def expire(self) -> int:
+        """The keeper empties the part beside the writer: nothing but the epoch and a total changes."""
+        content = sum(self._content(b) for b in self.blocks.values())
+        self.untold = self.untold or self._slot_counts()
+        self.epoch += 1
+        self.totals["cleared"] += content
+        return content
 
     def reset(self) -> None:
         self.totals["cleared"] += sum(self._content(b) for b in self.blocks.values())
