@@ -17,7 +17,7 @@ LAYERS = [
     ["observation"],
     ["_info", "handles", "trial"],
     ["memory", "copies"],
-    ["manifest", "parts", "groups"],
+    ["manifest", "tickets", "parts", "readers", "groups"],
     ["profile", "hashing"],
     ["keeper", "keeper.*"],
     ["testing"],

@@ -163,6 +163,9 @@ extern "C" {
 #define KVR_DETAIL_OPERATION_CANCELLED 104  /* v0 operation */
 #define KVR_DETAIL_STRIDE_RANGE 105         /* v0 segment, v1 offset, v2 stride, v3 bytes of a block */
 #define KVR_DETAIL_ADDRESS_RANGE 106        /* v0 address, v1 bytes */
+#define KVR_DETAIL_PART_UNREADY 108         /* the keeper says that no live writer stands behind the part */
+#define KVR_DETAIL_PERIOD_RANGE 109         /* v0 ns asked, v1 least, v2 most allowed */
+#define KVR_DETAIL_HEARTBEAT_RUNS 110       /* v0 table: it has one */
 #define KVR_DETAIL_CONTENT_EPOCH 107        /* v0 index, v1 slot, v2 low 32 bits of the content epoch at its reserve, v3 of that now */
 
 /* ---- sorts of handles ---- */
@@ -423,6 +426,8 @@ typedef struct kvr_handle_counts {
 #define KVR_RESERVE_DUPLICATE 2
 #define KVR_COMMIT_CHECKSUM 1
 #define KVR_WRITER_SESSION_NONE 0
+#define KVR_BEAT_MIN_NS 1000000
+#define KVR_BEAT_MAX_NS INT64_C(3600000000000)
 
 /* First page of the table memory. Immutable once the part is sealed. The version is read before anything after it. */
 typedef struct kvr_superblock {
@@ -465,7 +470,7 @@ typedef struct kvr_words {
     int64_t pad4[7];
     int64_t clock;          /* the last recency stamp given out by the writer */
     int64_t pad5[7];
-    int64_t heartbeat;      /* zero in this version */
+    int64_t heartbeat;      /* CLOCK_MONOTONIC ns at which the writer's thread last stored it; 0: it has none */
     int64_t pad6[7];
     int64_t free_head;      /* derived from here: slot or -1 */
     int64_t lru_oldest;     /* slot or -1 */
@@ -482,7 +487,9 @@ typedef struct kvr_words {
     int64_t corrupt_total;  /* records or data found bad */
     int64_t freed_total;    /* unfinished slots of a dead writer */
     int64_t pad8[2];
-    int64_t pad9[56];
+    int64_t capacity;       /* so many slots may be other than FREE; 0: all of them */
+    int64_t unready;        /* 1: readers find nothing, since the keeper knows of no live, confirmed writer */
+    int64_t pad9[54];
     int64_t row_session[64]; /* session that owns claims row i, 0 if none; written by the keeper */
     int64_t pad10[320];
 } kvr_words;
@@ -538,6 +545,9 @@ typedef struct kvr_table_info {
     int32_t role;
     int32_t row;
     int64_t operation_count; /* operations of this process that name its slots and have not ended */
+    int64_t content_epoch;   /* it moves when the part is emptied */
+    int64_t heartbeat_ns;    /* the writer's last heartbeat, CLOCK_MONOTONIC; 0: it has none */
+    int64_t capacity;        /* so many slots may be other than FREE */
 } kvr_table_info;
 
 typedef struct kvr_table_stats {
@@ -787,6 +797,25 @@ int32_t kvr_table_bind(int64_t table, int64_t index, int64_t mapping);
  * Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS), RANGE(STATE_RANGE).  Threads: any; does not block.  Since: 1 */
 int32_t kvr_table_set_state(int64_t table, int32_t state);
 
+/* Say whether a live writer stands behind the part; a part that was just created has none. While unready is not 0 readers' calls are
+ *   NOT_READY(PART_UNREADY), but for release: so they need not ask the keeper.
+ * In: table of the keeper; unready.  Out: nothing.  Owner: none.  After failure: nothing changed.
+ * Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS).  Threads: any; does not block.  Since: 1 */
+int32_t kvr_table_set_unready(int64_t table, int32_t unready);
+
+/* Bound how many slots of a part may be other than FREE: the ranks of a group hold as many blocks as the smallest of them can. What is
+ *   above the bound already stays until it is evicted.
+ * In: table of the keeper; capacity 1..slot_count.  Out: nothing.  Owner: none.  After failure: nothing changed.
+ * Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS), RANGE(SLOT_COUNT_RANGE).  Threads: any; does not block.  Since: 1 */
+int32_t kvr_table_set_capacity(int64_t table, int64_t capacity);
+
+/* Start the writer's heartbeat: a native thread stores CLOCK_MONOTONIC ns into the part's memory at once and every period, until
+ *   kvr_table_close(). It says that the process runs, not that it gets on.
+ * In: table of the writer; period_ns KVR_BEAT_MIN_NS..KVR_BEAT_MAX_NS.  Out: nothing.  Owner: the table owns the thread.
+ * After failure: there is none.  Errors: handle errors, PERMISSION_DENIED(ROLE_FORBIDS), RANGE(PERIOD_RANGE),
+ *   BUSY(HEARTBEAT_RUNS), OUT_OF_MEMORY, SYSTEM_CALL(pthread_create).  Threads: any; does not block.  Since: 1 */
+int32_t kvr_table_beat(int64_t table, int64_t period_ns);
+
 /* Admit a session: its claims row is zeroed, then its id stored; for a writer, writer_session last.
  * In: table of the keeper; row 0..63; session > 0; role READER or WRITER. The caller has proof that the row's and, for a
  *   writer, the part's former owner is gone.
@@ -835,7 +864,7 @@ int32_t kvr_table_expire(int64_t table, int64_t *out_removed);
  * key_stride_bytes bytes. key_stride_bytes 1..32, each key_nbytes[i] 1..key_stride_bytes (RANGE(KEY_STRIDE, KEY_NBYTES)), key_count
  * 0..KVR_BATCH_COUNT_MAX (RANGE(COUNT_RANGE)). A key counts as present where its newest record is SEALED, intact and of the content
  * epoch. All take the part's lock and wait at most lock_wait_ns (WAIT_TIMEOUT(LOCK_TIMEOUT)), check that the session still
- * holds its place (STALE_EPOCH(SESSION_FENCED, PART_RETIRED)), and first repair (writer) or report (reader: NOT_READY(PART_DIRTY))
+ * holds its place (STALE_EPOCH(SESSION_FENCED, PART_RETIRED)), a reader whether the part is live (NOT_READY(PART_UNREADY)), and first repair (writer) or report (reader: NOT_READY(PART_DIRTY))
  * a change that was cut short. */
 
 /* Count the leading keys that are present. Advisory: reserves nothing, changes no recency.
@@ -1192,6 +1221,8 @@ _Static_assert(offsetof(kvr_words, replaced_total) == 528, "kvr_words.replaced_t
 _Static_assert(offsetof(kvr_words, cleared_total) == 536, "kvr_words.cleared_total");
 _Static_assert(offsetof(kvr_words, corrupt_total) == 544, "kvr_words.corrupt_total");
 _Static_assert(offsetof(kvr_words, freed_total) == 552, "kvr_words.freed_total");
+_Static_assert(offsetof(kvr_words, capacity) == 576, "kvr_words.capacity");
+_Static_assert(offsetof(kvr_words, unready) == 584, "kvr_words.unready");
 _Static_assert(offsetof(kvr_words, row_session) == 1024, "kvr_words.row_session");
 _Static_assert(sizeof(kvr_record) == 64, "kvr_record");
 _Static_assert(offsetof(kvr_record, key) == 0, "kvr_record.key");
@@ -1219,7 +1250,7 @@ _Static_assert(offsetof(kvr_table_layout, link_offset_bytes) == 24, "kvr_table_l
 _Static_assert(offsetof(kvr_table_layout, bucket_offset_bytes) == 32, "kvr_table_layout.bucket_offset_bytes");
 _Static_assert(offsetof(kvr_table_layout, bucket_count) == 40, "kvr_table_layout.bucket_count");
 _Static_assert(offsetof(kvr_table_layout, row_nbytes) == 48, "kvr_table_layout.row_nbytes");
-_Static_assert(sizeof(kvr_table_info) == 80, "kvr_table_info");
+_Static_assert(sizeof(kvr_table_info) == 104, "kvr_table_info");
 _Static_assert(offsetof(kvr_table_info, part_id) == 0, "kvr_table_info.part_id");
 _Static_assert(offsetof(kvr_table_info, slot_count) == 16, "kvr_table_info.slot_count");
 _Static_assert(offsetof(kvr_table_info, block_nbytes) == 24, "kvr_table_info.block_nbytes");
@@ -1230,6 +1261,9 @@ _Static_assert(offsetof(kvr_table_info, session) == 56, "kvr_table_info.session"
 _Static_assert(offsetof(kvr_table_info, role) == 64, "kvr_table_info.role");
 _Static_assert(offsetof(kvr_table_info, row) == 68, "kvr_table_info.row");
 _Static_assert(offsetof(kvr_table_info, operation_count) == 72, "kvr_table_info.operation_count");
+_Static_assert(offsetof(kvr_table_info, content_epoch) == 80, "kvr_table_info.content_epoch");
+_Static_assert(offsetof(kvr_table_info, heartbeat_ns) == 88, "kvr_table_info.heartbeat_ns");
+_Static_assert(offsetof(kvr_table_info, capacity) == 96, "kvr_table_info.capacity");
 _Static_assert(sizeof(kvr_table_stats) == 136, "kvr_table_stats");
 _Static_assert(offsetof(kvr_table_stats, state) == 0, "kvr_table_stats.state");
 _Static_assert(offsetof(kvr_table_stats, content_epoch) == 8, "kvr_table_stats.content_epoch");

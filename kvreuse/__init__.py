@@ -16,7 +16,7 @@ from .errors import __all__ as _error_names
 if TYPE_CHECKING:
     from ._info import backend_info, get_include
     from .copies import CopyQueue, CudaEvent, Operation, OperationState, QuarantinedOperation, quarantine
-    from .groups import Group, RankReadiness, Readiness
+    from .groups import Explanation, Group, GroupClaim, GroupClearResult, RankReadiness, Readiness
     from .handles import (
         Access,
         Capability,
@@ -80,7 +80,10 @@ _LAZY = {
     "Reservation": ".parts",
     "Reuse": ".parts",
     "VerifyResult": ".parts",
+    "Explanation": ".groups",
     "Group": ".groups",
+    "GroupClaim": ".groups",
+    "GroupClearResult": ".groups",
     "RankReadiness": ".groups",
     "Readiness": ".groups",
     "Profile": ".profile",
@@ -96,7 +99,10 @@ __all__ = [
     "CudaObservation",
     "DeviceView",
     "EngineBlocks",
+    "Explanation",
     "Group",
+    "GroupClaim",
+    "GroupClearResult",
     "HandleKind",
     "Keeper",
     "Manifest",

@@ -192,6 +192,8 @@ def _abi():
         "corrupt_total": <size_t>&(<kvr_words *>0).corrupt_total,
         "freed_total": <size_t>&(<kvr_words *>0).freed_total,
         "pad8": <size_t>&(<kvr_words *>0).pad8,
+        "capacity": <size_t>&(<kvr_words *>0).capacity,
+        "unready": <size_t>&(<kvr_words *>0).unready,
         "pad9": <size_t>&(<kvr_words *>0).pad9,
         "row_session": <size_t>&(<kvr_words *>0).row_session,
         "pad10": <size_t>&(<kvr_words *>0).pad10,
@@ -239,6 +241,9 @@ def _abi():
         "role": <size_t>&(<kvr_table_info *>0).role,
         "row": <size_t>&(<kvr_table_info *>0).row,
         "operation_count": <size_t>&(<kvr_table_info *>0).operation_count,
+        "content_epoch": <size_t>&(<kvr_table_info *>0).content_epoch,
+        "heartbeat_ns": <size_t>&(<kvr_table_info *>0).heartbeat_ns,
+        "capacity": <size_t>&(<kvr_table_info *>0).capacity,
     }}
     structs["kvr_table_stats"] = {"size": sizeof(kvr_table_stats), "offsets": {
         "state": <size_t>&(<kvr_table_stats *>0).state,
@@ -402,6 +407,9 @@ def _abi():
         "KVR_DETAIL_OPERATION_CANCELLED": KVR_DETAIL_OPERATION_CANCELLED,
         "KVR_DETAIL_STRIDE_RANGE": KVR_DETAIL_STRIDE_RANGE,
         "KVR_DETAIL_ADDRESS_RANGE": KVR_DETAIL_ADDRESS_RANGE,
+        "KVR_DETAIL_PART_UNREADY": KVR_DETAIL_PART_UNREADY,
+        "KVR_DETAIL_PERIOD_RANGE": KVR_DETAIL_PERIOD_RANGE,
+        "KVR_DETAIL_HEARTBEAT_RUNS": KVR_DETAIL_HEARTBEAT_RUNS,
         "KVR_DETAIL_CONTENT_EPOCH": KVR_DETAIL_CONTENT_EPOCH,
         "KVR_SORT_REGION": KVR_SORT_REGION,
         "KVR_SORT_MAPPING": KVR_SORT_MAPPING,
@@ -483,5 +491,7 @@ def _abi():
         "KVR_RESERVE_DUPLICATE": KVR_RESERVE_DUPLICATE,
         "KVR_COMMIT_CHECKSUM": KVR_COMMIT_CHECKSUM,
         "KVR_WRITER_SESSION_NONE": KVR_WRITER_SESSION_NONE,
+        "KVR_BEAT_MIN_NS": KVR_BEAT_MIN_NS,
+        "KVR_BEAT_MAX_NS": KVR_BEAT_MAX_NS,
     }
     return {"structs": structs, "constants": constants}

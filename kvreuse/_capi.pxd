@@ -138,6 +138,9 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_DETAIL_OPERATION_CANCELLED
     const int64_t KVR_DETAIL_STRIDE_RANGE
     const int64_t KVR_DETAIL_ADDRESS_RANGE
+    const int64_t KVR_DETAIL_PART_UNREADY
+    const int64_t KVR_DETAIL_PERIOD_RANGE
+    const int64_t KVR_DETAIL_HEARTBEAT_RUNS
     const int64_t KVR_DETAIL_CONTENT_EPOCH
     const int64_t KVR_SORT_REGION
     const int64_t KVR_SORT_MAPPING
@@ -219,6 +222,8 @@ cdef extern from "kvreuse.h" nogil:
     const int64_t KVR_RESERVE_DUPLICATE
     const int64_t KVR_COMMIT_CHECKSUM
     const int64_t KVR_WRITER_SESSION_NONE
+    const int64_t KVR_BEAT_MIN_NS
+    const int64_t KVR_BEAT_MAX_NS
 
     ctypedef struct kvr_error:
         int32_t status
@@ -409,7 +414,9 @@ cdef extern from "kvreuse.h" nogil:
         int64_t corrupt_total
         int64_t freed_total
         int64_t pad8[2]
-        int64_t pad9[56]
+        int64_t capacity
+        int64_t unready
+        int64_t pad9[54]
         int64_t row_session[64]
         int64_t pad10[320]
 
@@ -456,6 +463,9 @@ cdef extern from "kvreuse.h" nogil:
         int32_t role
         int32_t row
         int64_t operation_count
+        int64_t content_epoch
+        int64_t heartbeat_ns
+        int64_t capacity
 
     ctypedef struct kvr_table_stats:
         int64_t state
@@ -512,6 +522,9 @@ cdef extern from "kvreuse.h" nogil:
     int32_t kvr_table_manifest_get(int64_t table, uint8_t *out, int64_t capacity_nbytes, int64_t *out_nbytes) noexcept
     int32_t kvr_table_bind(int64_t table, int64_t index, int64_t mapping) noexcept
     int32_t kvr_table_set_state(int64_t table, int32_t state) noexcept
+    int32_t kvr_table_set_unready(int64_t table, int32_t unready) noexcept
+    int32_t kvr_table_set_capacity(int64_t table, int64_t capacity) noexcept
+    int32_t kvr_table_beat(int64_t table, int64_t period_ns) noexcept
     int32_t kvr_table_admit(int64_t table, int32_t row, int64_t session, int32_t role) noexcept
     int32_t kvr_table_drop(int64_t table, int32_t row, int64_t session) noexcept
     int32_t kvr_table_recover(int64_t table, int64_t *out_freed) noexcept

@@ -914,6 +914,9 @@ def table_info(table):
             info.role,
             info.row,
             info.operation_count,
+            info.content_epoch,
+            info.heartbeat_ns,
+            info.capacity,
         ),
     )
 
@@ -932,6 +935,21 @@ def table_bind(table, index, mapping):
     cdef int64_t handle = _int64(table, "table")
     cdef int64_t place = _int64(index, "index")
     _check(kvr_table_bind(handle, place, _int64(mapping, "mapping")))
+
+
+def table_set_unready(table, unready):
+    cdef int64_t handle = _int64(table, "table")
+    _check(kvr_table_set_unready(handle, _int32(unready, "unready")))
+
+
+def table_set_capacity(table, capacity):
+    cdef int64_t handle = _int64(table, "table")
+    _check(kvr_table_set_capacity(handle, _int64(capacity, "capacity")))
+
+
+def table_beat(table, period_ns):
+    cdef int64_t handle = _int64(table, "table")
+    _check(kvr_table_beat(handle, _int64(period_ns, "period_ns")))
 
 
 def table_set_state(table, state):

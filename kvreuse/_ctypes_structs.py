@@ -197,6 +197,11 @@ KVR_DETAIL_OPERATION_CANCELLED = 104
 KVR_DETAIL_STRIDE_RANGE = 105
 KVR_DETAIL_ADDRESS_RANGE = 106
 KVR_DETAIL_CONTENT_EPOCH = 107
+KVR_DETAIL_PART_UNREADY = 108
+KVR_DETAIL_PERIOD_RANGE = 109
+KVR_DETAIL_HEARTBEAT_RUNS = 110
+KVR_BEAT_MIN_NS = 1000000
+KVR_BEAT_MAX_NS = 3600000000000
 KVR_SORT_QUEUE = 5
 KVR_SORT_OPERATION = 6
 KVR_THREAD_COUNT_MAX = 64
@@ -382,7 +387,9 @@ class kvr_words(ctypes.Structure):
         ("corrupt_total", c_int64),
         ("freed_total", c_int64),
         ("pad8", c_int64 * 2),
-        ("pad9", c_int64 * 56),
+        ("capacity", c_int64),
+        ("unready", c_int64),
+        ("pad9", c_int64 * 54),
         ("row_session", c_int64 * 64),
         ("pad10", c_int64 * 320),
     ]
@@ -444,6 +451,9 @@ class kvr_table_info(ctypes.Structure):
         ("role", c_int32),
         ("row", c_int32),
         ("operation_count", c_int64),
+        ("content_epoch", c_int64),
+        ("heartbeat_ns", c_int64),
+        ("capacity", c_int64),
     ]
 
 

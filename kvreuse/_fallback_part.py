@@ -44,7 +44,8 @@ W_FREE, W_WRITING = _word("free_count"), _word("writing_count")
 W_SEALED, W_STALE = _word("sealed_count"), _word("stale_count")
 W_STORED, W_EVICTED, W_REPLACED = _word("stored_total"), _word("evicted_total"), _word("replaced_total")
 W_CLEARED, W_CORRUPT, W_FREED = _word("cleared_total"), _word("corrupt_total"), _word("freed_total")
-W_ROWS = _word("row_session")
+W_ROWS, W_UNREADY, W_CAPACITY = _word("row_session"), _word("unready"), _word("capacity")
+W_HEARTBEAT = _word("heartbeat")
 WORDS_NBYTES = 4096
 
 # A record after its key: generation, recency, content_epoch, data_crc, record_crc, key_nbytes, flags, owner_row, state.
@@ -264,6 +265,27 @@ def lock_fds() -> int:
 # ---- an open part ----
 
 
+class Heart:
+    """A writer's heartbeat: a thread that moves the part's word. Unlike the core's it needs the GIL."""
+
+    def __init__(self, words: memoryview, period_ns: int) -> None:
+        self._words = words
+        self._period_s = period_ns / 1e9
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="kvreuse-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        while not self._over.is_set():
+            self._words[W_HEARTBEAT] = time.monotonic_ns()
+            self._over.wait(self._period_s)
+
+    def stop(self) -> None:
+        """Wait until the thread has ended."""
+        self._over.set()
+        self._thread.join()
+
+
 class Table:
     """An open part: its mappings, views of them, and the steps that all calls are made of."""
 
@@ -279,6 +301,7 @@ class Table:
         self.given_up: dict[int, None] = {}  # aborted while an operation writes into them; under the part's lock
         self.spoiled: dict[int, int] = {}  # by slot: the generation of which a copy failed
         self.late: list[list[int]] = []  # claims of operations that have ended, to be given back under the part's lock
+        self.heart: Heart | None = None  # under host.lock
         self.memory = memory
         self.role, self.session, self.row = role, session, row
         self.wait_ns = 0
@@ -397,6 +420,11 @@ class Table:
                             best, best_recency = slot, recency
             slot = links[4 * slot]
         return best, is_writing
+
+    def capacity(self) -> int:
+        """So many slots may be other than FREE."""
+        declared = self.words[W_CAPACITY]
+        return int(declared) if 0 < declared < self.slot_count else self.slot_count
 
     def find(self, key: bytes) -> int:
         return self.look(key)[0]
@@ -781,6 +809,8 @@ class Call:
             for holder in (*holders, words[W_ROWS + table.row]):
                 if holder != table.session:
                     raise self.error(c.KVR_ERROR_STALE_EPOCH, c.KVR_DETAIL_SESSION_FENCED, table.session, holder)
+            if table.role == READER and words[W_UNREADY]:
+                raise self.error(c.KVR_ERROR_NOT_READY, c.KVR_DETAIL_PART_UNREADY)
         if repair and words[W_DIRTY]:
             if table.role == READER:
                 raise self.error(c.KVR_ERROR_NOT_READY, c.KVR_DETAIL_PART_DIRTY)

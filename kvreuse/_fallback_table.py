@@ -28,6 +28,7 @@ from ._fallback_part import (
     STAMP_MAX,
     SUPERBLOCK,
     U32,
+    W_CAPACITY,
     W_CLEARED,
     W_CLOCK,
     W_CORRUPT,
@@ -37,6 +38,7 @@ from ._fallback_part import (
     W_FREE,
     W_FREE_HEAD,
     W_FREED,
+    W_HEARTBEAT,
     W_NEWEST,
     W_OLDEST,
     W_REPLACED,
@@ -45,6 +47,7 @@ from ._fallback_part import (
     W_STALE,
     W_STATE,
     W_STORED,
+    W_UNREADY,
     W_WRITER,
     W_WRITING,
     WORDS_NBYTES,
@@ -53,6 +56,7 @@ from ._fallback_part import (
     BrokenError,
     Call,
     ExpiredError,
+    Heart,
     Keys,
     Table,
     check_layout_range,
@@ -222,6 +226,8 @@ def table_close(table: Any) -> None:
         for mapping in thing.bound:
             if mapping is not None:
                 mapping.holds -= 1
+        if thing.heart is not None:
+            thing.heart.stop()
         thing.close_memory()
         close_lock(thing.lock)
 
@@ -242,6 +248,9 @@ def _info(call: Call, table: Table) -> _api.TableInfo:
         table.role,
         table.row,
         table.operations,
+        table.words[W_EPOCH],
+        table.words[W_HEARTBEAT],
+        table.capacity(),
     )
 
 
@@ -278,6 +287,43 @@ def _bind(call: Call, table: Table, index: int, mapping_handle: int) -> None:
 
 
 # ---- the keeper's calls ----
+
+
+def table_set_unready(table: Any, unready: Any) -> None:
+    handle = _status.as_integer(table, "table")
+    run("table_set_unready", handle, _set_unready, _status.as_integer(unready, "unready", *INT32))
+
+
+def _set_unready(call: Call, table: Table, unready: int) -> None:
+    call.require(table, KEEPER)
+    table.words[W_UNREADY] = int(unready != 0)
+
+
+def table_set_capacity(table: Any, capacity: Any) -> None:
+    handle = _status.as_integer(table, "table")
+    run("table_set_capacity", handle, _set_capacity, _status.as_integer(capacity, "capacity"))
+
+
+def _set_capacity(call: Call, table: Table, capacity: int) -> None:
+    call.require(table, KEEPER)
+    if not 1 <= capacity <= table.slot_count:
+        raise call.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_SLOT_COUNT_RANGE, capacity, table.slot_count)
+    table.words[W_CAPACITY] = capacity
+
+
+def table_beat(table: Any, period_ns: Any) -> None:
+    run("table_beat", _status.as_integer(table, "table"), _beat, _status.as_integer(period_ns, "period_ns"))
+
+
+def _beat(call: Call, table: Table, period_ns: int) -> None:
+    call.require(table, WRITER)
+    least, most = c.KVR_BEAT_MIN_NS, c.KVR_BEAT_MAX_NS
+    if not least <= period_ns <= most:
+        raise call.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_PERIOD_RANGE, period_ns, least, most)
+    with host.lock:
+        if table.heart is not None:
+            raise call.error(c.KVR_ERROR_BUSY, c.KVR_DETAIL_HEARTBEAT_RUNS, table.handle)
+        table.heart = Heart(table.words, period_ns)
 
 
 def table_set_state(table: Any, state: Any) -> None:
@@ -893,13 +939,19 @@ def _try_reserve(
     call: Call, table: Table, keys: list[bytes], named: list[int] | None, flags: int
 ) -> tuple[list[int], list[int], list[tuple[bytes, int]]]:
     _sweep(call, table)
+    capacity = table.capacity()
+    for i, slot in enumerate(named or ()):
+        if slot >= capacity:
+            raise call.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_SLOT_RANGE, i, slot, capacity)
     entries, replaced = _plan(call, table, keys, named, bool(flags & c.KVR_RESERVE_DUPLICATE))
     words, keep = table.words, set(keys)
-    missing = 0 if named is not None else max(len(entries) - words[W_FREE], 0)
+    # Where it holds more than its capacity became, that must not grow.
+    room = max(words[W_FREE] - (table.slot_count - capacity), 0)
+    missing = 0 if named is not None else max(len(entries) - room, 0)
     if missing:
         may_evict = bool(flags & c.KVR_RESERVE_EVICT)
         if not may_evict or _evictable(call, table, keep, missing) < missing:
-            values = (len(entries), words[W_FREE], _evictable(call, table, keep, table.slot_count))
+            values = (len(entries), room, _evictable(call, table, keep, table.slot_count))
             raise call.error(c.KVR_ERROR_NO_SPACE, c.KVR_DETAIL_NO_FREE_SLOT, *values)
     slots, generations = [-1] * len(keys), [0] * len(keys)
     freed: list[int] = []
@@ -912,7 +964,7 @@ def _try_reserve(
             gone = _evict(call, table, missing, keep, freed) if missing else []
         if len(gone) < missing:
             # Readers claimed blocks while a long batch let them have the lock.
-            values = (len(entries), words[W_FREE] - len(gone), len(gone))
+            values = (len(entries), room, len(gone))
             raise call.error(c.KVR_ERROR_NO_SPACE, c.KVR_DETAIL_NO_FREE_SLOT, *values)
         for done, i in enumerate(entries):
             if done and not done % HOLD_SLOTS:

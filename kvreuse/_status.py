@@ -174,6 +174,9 @@ DETAILS: dict[int, str] = {
     104: "operation {0} was cancelled: its destination is invalid",
     105: "segment {0} has offset {1} and stride {2} for blocks of {3} bytes: expected 0 or more, and at least a block",
     106: "foreign memory cannot be {1} bytes at address {0}",
+    108: "the keeper knows of no live worker of this part, or it is not ready: its group's readiness says why",
+    109: "a heartbeat's period must be {1} to {2} ns: got {0}",
+    110: "the part table {0} has a heartbeat already",
     107: "entry {0}: slot {1} was reserved in content epoch {2}, the part is in {3}: its bytes may be of what was "
     "forgotten; abort the reservation",
 }

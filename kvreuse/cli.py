@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from . import _version
 from .errors import KeeperUnavailableError, KVReuseError, ProfileError, RangeError
 
 FAILED, USAGE, NO_KEEPER = 1, 2, 3
+WATCH_S = 1.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
 
     status = commands.add_parser("status", help="what a keeper holds")
     _socket_argument(status)
-    status.add_argument("--json", action="store_true", help="one JSON object")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="one JSON object")
+    how.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     status.set_defaults(run=_status)
 
     release = commands.add_parser("release", help="give back the memory of parts that have no worker")
@@ -146,13 +150,19 @@ def _status(arguments: argparse.Namespace) -> int:
     from .keeper.client import connect
 
     with connect(arguments.socket) as keeper:
-        found = keeper.status()
-    if arguments.json:
-        _print_json(found)
-    else:
+        if arguments.json:
+            _print_json(keeper.status(scan=True))
+            return 0
         from .cli_status import render
 
-        print(render(found))
+        if not arguments.watch:
+            print(render(keeper.status(scan=True)))
+            return 0
+        clear = "\x1b[H\x1b[2J" if sys.stdout.isatty() else ""
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                print(f"{clear}{render(keeper.status(scan=True))}", flush=True)
+                time.sleep(WATCH_S)
     return 0
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Union
 import numpy as np
 import numpy.typing as npt
 
-from . import _status
+from . import _status, tickets
 from ._api import TableStats
 from ._context import Context
 from ._select import backend as _backend
@@ -48,6 +48,7 @@ DIRECTION_IN, DIRECTION_OUT = 1, 2  # KVR_DIRECTION_...
 SLOTS_COMMIT, SLOTS_CHECKSUM, SLOTS_VERIFY = 1, 2, 4  # KVR_SLOTS_...
 # Bounds the memory and the claims of a verification at a time.
 VERIFY_BATCH_SLOTS = 1024
+_BEATS = 8  # heartbeats within stall_s
 
 
 class OutcomeKind(enum.Enum):
@@ -102,6 +103,13 @@ class PackedKeys:
     stride: int
     nbytes: bytes | None
     count: int
+
+    def prefix(self, count: int) -> PackedKeys:
+        """Give the first `count` keys, without a copy."""
+        if count == self.count:
+            return self
+        data = memoryview(self.data).cast("B")[: count * self.stride]
+        return PackedKeys(data, self.stride, None if self.nbytes is None else self.nbytes[:count], count)
 
     def key(self, i: int) -> bytes:
         """Return key i as bytes."""
@@ -249,6 +257,9 @@ class Part(Context):
                 attachment.lock_wait_ns,
             )
             lock_fd = -1  # consumed
+            stall_s = attachment.keeper.profile.retention.stall_s
+            if stall_s:
+                _backend.table_beat(self._table, max(1_000_000, int(stall_s * 1e9 / _BEATS)))
             self._slots_per_region = _backend.table_info(self._table).slots_per_region
             for index, region in enumerate(regions[2:]):
                 # R6: a forked child must not hold writable memory that a later writer owns.
@@ -349,6 +360,62 @@ class Part(Context):
         if self._checksum == "always" and self._ordinal < 0 and count:
             self._cut_at_damage(claim)
         return claim
+
+    def adopt(self, ticket: bytes) -> Claim:
+        """Claim what a scheduler's group claim names, in this worker's own session.
+
+        Parameters
+        ----------
+        ticket : bytes
+            Of GroupClaim.ticket for this rank.
+
+        Returns
+        -------
+        Claim
+            Of all entries. Owned by the caller: release it.
+
+        Raises
+        ------
+        StaleBlockError
+            A block was evicted or overwritten since, or the ticket is of another part (an earlier one of this rank, or
+            another rank's); nothing is claimed.
+        CorruptError, IncompatibleError, TypeError
+            It is damaged, of another version, or no bytes object.
+        StaleEpochError, WaitTimeoutError
+            As `match`.
+        """
+        part_id, slots, generations = tickets.unpack(ticket)
+        table = self._handle
+        if part_id != self.part_id:
+            raise StaleBlockError(
+                f"the ticket is of part {part_id.hex()[:8]}, this is part {self.part_id.hex()[:8]}: match again",
+                status=-19,
+                name="STALE_BLOCK",
+            )
+        if len(slots):
+            _backend.table_claim_slots(table, slots, generations)
+        return Claim(self, slots, generations)
+
+    def progress(self, done: int, total: int) -> None:
+        """Say how far this worker is with what it does before it is ready (loading its model, say).
+
+        Parameters
+        ----------
+        done, total : int
+            In a unit of the caller's. While done < total the rank is not ready; `Group.wait_ready` sees it move.
+
+        Raises
+        ------
+        RangeError
+            Not 0 <= done <= total.
+        StaleEpochError
+            This session is over.
+        KeeperUnavailableError
+            The keeper did not answer in time.
+        """
+        counts = _status.as_integer(done, "done"), _status.as_integer(total, "total")
+        _ = self._handle
+        self._keeper._progress(self._attachment.session, *counts)
 
     def _cut_at_damage(self, claim: Claim) -> None:
         verdicts = np.zeros(len(claim), np.uint8)

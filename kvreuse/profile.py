@@ -153,17 +153,11 @@ class Profile(_Section, frozen=True, kw_only=True):
 
     def _refuse_missing_features(self, name: str) -> None:
         # P2: silence would claim that they work.
-        for key, value, allowed in (
-            ("[retention] stall_s", self.retention.stall_s, (0.0,)),
-            ("[retention] on_stall", self.retention.on_stall, ("report",)),
-            ("[table] huge_pages", self.table.huge_pages, ("off",)),
-            ("[group] capacity", self.group.capacity, ("refuse",)),
-        ):
-            if value not in allowed:
-                raise _error(
-                    f"{name}: {key} = {value!r} needs what this version does not have: "
-                    f"use {' or '.join(map(repr, allowed))}"
-                )
+        if self.table.huge_pages != "off":
+            raise _error(
+                f"{name}: [table] huge_pages = {self.table.huge_pages!r} needs what this version does not have: "
+                'use "off"'
+            )
 
 
 def _error(text: str) -> ProfileError:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import KVReuseError
+from .keeper import holders
 from .keeper.client import connect
 from .replay_trace import Ids
 from .replay_worker import GROUP, Channel
@@ -527,26 +528,9 @@ def _pass_on(stream: IO[bytes]) -> None:
 
 
 def find_leaks(label: str) -> tuple[int, int]:
-    """Look through /proc for memory of this run: (fds and mappings that name it, bytes of distinct memory)."""
-    needle, fds, memory = f"kvreuse:{label}", 0, {}
-    for process in Path("/proc").iterdir():
-        if not process.name.isdigit():
-            continue
-        try:
-            for entry in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if needle in os.readlink(entry):
-                        fds += 1
-                        status = os.stat(entry)
-                        memory[status.st_ino] = status.st_size
-            for line in (process / "maps").read_text().splitlines():
-                if needle in line:
-                    span, _, _, _, inode, *_ = line.split()
-                    low, high = (int(number, 16) for number in span.split("-"))
-                    memory.setdefault(int(inode), high - low)
-        except OSError:
-            continue  # the process ended, or is another user's
-    return fds, sum(memory.values())
+    """Look for memory of this run in all processes: (fds that name it, bytes of distinct memory)."""
+    found = holders.scan(label)
+    return found.fds, found.nbytes
 
 
 def run(

@@ -58,19 +58,16 @@ def test_what_is_wrong_is_named(text, words):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[retention]\nstall_s = 2\n",
-        '[retention]\non_stall = "kill"\n',
-        '[table]\nhuge_pages = "prefer"\n',
-        '[group]\ncapacity = "min"\n',
-    ],
-)
-def test_what_this_version_lacks_is_refused(text):
+@pytest.mark.parametrize("value", ["prefer", "require"])
+def test_what_this_version_lacks_is_refused(value):
     """P2: silence would claim that it works."""
     with pytest.raises(kvreuse.ProfileError, match="this version does not have"):
-        load(ON + text)
+        load(f'{ON}[table]\nhuge_pages = "{value}"\n')
+
+
+def test_groups_and_stalls_are_declared():
+    profile = load(ON + '[retention]\nstall_s = 2\non_stall = "kill"\n[group]\ncapacity = "min"\n')
+    assert (profile.retention.stall_s, profile.retention.on_stall, profile.group.capacity) == (2.0, "kill", "min")
 
 
 def test_a_file_is_named_in_errors(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from . import protocol
 
 if TYPE_CHECKING:
     from ..manifest import Rank
-    from .server import Group, Part
+    from .server import Group, Part, Session
 
 
 def part_nbytes(blocks: int, block_bytes: int) -> int:
@@ -62,18 +63,35 @@ def describe(part: Part) -> dict[str, Any]:
             evicted_total=stats.evicted_total,
             corrupt_total=stats.corrupt_total,
         )
-    if session is not None:
-        found["sessions"] = [
-            {
-                "role": "writer",
-                "session": session.number,
-                "pid": session.process.pid,
-                "start_time": session.process.start_time,
-                "connected": session.client is not None,
-                "outcome": session.confirmed,
-            }
-        ]
+    sessions = [*([session] if session else []), *part.readers.values()]
+    found["sessions"] = [_describe_session(item) for item in sessions]
     return found
+
+
+def _describe_session(session: Session) -> dict[str, Any]:
+    """Who holds a part: the process by pid and start time (0: of a pid namespace that is not seen), and how much."""
+    is_writer = session.part.writer is session
+    return {
+        "role": "writer" if is_writer else "reader",
+        "session": session.number,
+        "pid": session.process.pid,
+        "start_time": session.process.start_time,
+        "bytes": session.nbytes,
+        "connected": session.client is not None,
+        "outcome": session.confirmed if is_writer else "",
+        "progress": list(session.progress),
+        "stalled": session.is_stalled,
+    }
+
+
+def own_use() -> dict[str, int]:
+    """Count what this keeper itself has open: its handles' fds and mappings, and all fds of its process."""
+    counts = _backend.handle_counts()
+    return {
+        "keeper_fds": len(os.listdir("/proc/self/fd")) - 1,
+        "keeper_memory_fds": counts.fds,
+        "keeper_mappings": counts.mappings + 2 * counts.tables,
+    }
 
 
 def rank_state(group: Group, index: int, rank: Rank, reason: str) -> protocol.RankState:
@@ -86,7 +104,9 @@ def rank_state(group: Group, index: int, rank: Rank, reason: str) -> protocol.Ra
         ready=not reason,
         reason=reason,
         pid=session.process.pid if session else 0,
-        blocks=part.blocks if part else 0,
+        blocks=part.blocks if part else group.refused[index][0] if index in group.refused else 0,
+        progress=session.progress if session else (0, 0),
+        stalled=session.is_stalled if session else False,
         died_at=part.died_at if part else 0.0,
         ready_at=session.ready_at if session else 0.0,
     )

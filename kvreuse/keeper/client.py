@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..handles import HandleKind, open_provider
 from ..profile import Profile
-from . import processes, protocol
+from . import holders, processes, protocol
 
 if TYPE_CHECKING:
     from ..groups import Group
@@ -150,6 +150,7 @@ class Keeper(Context):
         self._attached: dict[int, bytes] = {}
         self._leaving: set[bytes] = set()
         self._parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        self._groups: weakref.WeakSet[Group] = weakref.WeakSet()
         self.incarnation = 0
         self.profile = Profile.off()
         size = len(os.fsencode(path))
@@ -418,27 +419,7 @@ class Keeper(Context):
                 for region in own:  # the part imports it from the fd that the keeper holds
                     region.close()
             self._attached[reply.session] = attach_id
-        attachment = Attachment(
-            keeper=self,
-            part_id=reply.part_id,
-            session=reply.session,
-            row=reply.row,
-            attach_id=attach_id,
-            offered=reply.offered,
-            reason=reply.reason,
-            table_fd=fds[0],
-            claims_fd=fds[1],
-            lock_fd=fds[2],
-            data_fds=fds[3:],
-            records=records,
-            blocks=reply.blocks,
-            block_bytes=reply.block_bytes,
-            lock_wait_ns=reply.lock_wait_ns,
-            reuse_enabled=reply.reuse_enabled,
-            reuse_reason=reply.reuse_reason,
-            checksum=reply.checksum,
-            provider=provider,
-        )
+        attachment = self._attachment(reply, attach_id, fds, records, provider)
         try:
             part = Part._open(attachment, manifest, rank)
         except BaseException as error:
@@ -475,8 +456,68 @@ class Keeper(Context):
                 reply, fds = self._exchange(message, [shared.fileno()], deadline)
         return reply, fds
 
+    def _attachment(
+        self, reply: protocol.Attached, attach_id: bytes, fds: list[int], records: list[protocol.Record], provider: str
+    ) -> Attachment:
+        return Attachment(
+            keeper=self,
+            part_id=reply.part_id,
+            session=reply.session,
+            row=reply.row,
+            attach_id=attach_id,
+            offered=reply.offered,
+            reason=reply.reason,
+            table_fd=fds[0],
+            claims_fd=fds[1],
+            lock_fd=fds[2],
+            data_fds=fds[3:],
+            records=records,
+            blocks=reply.blocks,
+            block_bytes=reply.block_bytes,
+            lock_wait_ns=reply.lock_wait_ns,
+            reuse_enabled=reply.reuse_enabled,
+            reuse_reason=reply.reuse_reason,
+            checksum=reply.checksum,
+            provider=provider,
+        )
+
+    def _open(self, group: str, dp: int, index: int, data: bool) -> Attachment:
+        """Open a session as a reader of a rank's part. Raises AttachRefusedError: there is none, or it is full."""
+        self._check()
+        attach_id = secrets.token_bytes(16)
+        deadline = time.monotonic() + self._timeout
+        with self._locked(deadline):
+            fds: list[int] = []
+            records: list[protocol.Record] = []
+            try:
+                reply, fds = self._request_locked(
+                    lambda serial: protocol.Open(
+                        serial=serial, attach_id=attach_id, group=group, dp=dp, index=index, data=data
+                    ),
+                    (),
+                    deadline,
+                )
+                if isinstance(reply, protocol.Refused):
+                    raise _refused(reply)
+                if not isinstance(reply, protocol.Attached):
+                    raise protocol.protocol_error(f"expected an answer to Open, got {type(reply).__name__}")
+                records += reply.records
+                self._receive_more(reply, fds, records, deadline, least=3)
+            except BaseException as error:
+                protocol.close_fds(fds)
+                if not isinstance(error, AttachRefusedError):
+                    self._leave(attach_id, deadline)
+                raise
+            self._attached[reply.session] = attach_id
+        return self._attachment(reply, attach_id, fds, records, "")
+
     def _receive_more(
-        self, reply: protocol.Attached, fds: list[int], records: list[protocol.Record], deadline: float
+        self,
+        reply: protocol.Attached,
+        fds: list[int],
+        records: list[protocol.Record],
+        deadline: float,
+        least: int = 4,
     ) -> None:
         sock = self._sock
         assert sock is not None
@@ -492,7 +533,7 @@ class Keeper(Context):
             if not isinstance(more, protocol.MoreFds):
                 break
             records += more.records
-        if not 4 <= len(fds) == reply.fd_count == len(records) + 1:
+        if not least <= len(fds) == reply.fd_count == len(records) + 1:
             raise protocol.protocol_error(
                 f"expected {reply.fd_count} fds for the part and {reply.fd_count - 1} records, "
                 f"got {len(fds)} and {len(records)}",
@@ -532,33 +573,47 @@ class Keeper(Context):
             self._request_locked(lambda serial: protocol.Goodbye(serial=serial, attach_id=attach_id), (), deadline)
             self._leaving.discard(attach_id)
 
-    def group(self, name: str = "default", manifest: Manifest | None = None, dp: int = 0) -> Group:
+    def group(
+        self, name: str = "default", manifest: Manifest | None = None, dp: int = 0, *, read_data: bool = False
+    ) -> Group:
         """Name a group: the parts of one data-parallel replica.
 
         Parameters
         ----------
         name : str
         manifest : Manifest, optional
-            What this caller expects; readiness says where the group has another one.
+            What this caller expects; where the group has another one it is not ready, and nothing hits.
         dp : int
             The replica.
+        read_data : bool
+            Get the parts' data for reading, too: for `GroupClaim.view`.
 
         Returns
         -------
         Group
+            Owned by the caller: close it, or let the Keeper's close do it.
         """
         from ..groups import Group
 
-        return Group(self, name, manifest, dp)
+        group = Group(self, name, manifest, dp, read_data)
+        self._groups.add(group)
+        return group
 
-    def status(self) -> dict[str, Any]:
+    def status(self, scan: bool = False) -> dict[str, Any]:
         """Ask what the keeper holds.
+
+        Parameters
+        ----------
+        scan : bool
+            Look through /proc, too, for other processes that hold memory which the keeper made (K5): forked children,
+            say. Takes some milliseconds in this process.
 
         Returns
         -------
         dict
             The summary's keys, and "parts": a list of dicts with part_id, group, rank, state, sizes in bytes, counts of
-            slots, and sessions.
+            slots, and sessions. With `scan` "unattributed_bytes", and "unreadable_processes": another user's, whose
+            memory is not in it.
         """
         parts: list[dict[str, Any]] = []
         summary: dict[str, Any] = {}
@@ -568,7 +623,14 @@ class Keeper(Context):
             summary = page.summary
             parts += page.parts
             first = page.next
-        return {**summary, "parts": parts}
+        status = {**summary, "parts": parts}
+        if scan:
+            found = holders.scan(status["label"])
+            known = {status["pid"], *(pid for item in status["retired"] for pid in item["pids"])}
+            known.update(session["pid"] for part in parts for session in part["sessions"])
+            status["unattributed_bytes"] = found.nbytes_beside(known)
+            status["unreadable_processes"] = found.unreadable
+        return status
 
     def _status_page(self, first: int) -> protocol.StatusPage:
         page, _ = self._request(lambda serial: protocol.GetStatus(serial=serial, first=first))
@@ -596,6 +658,18 @@ class Keeper(Context):
         done, _ = self._request(lambda serial: msgspec.structs.replace(message, serial=serial))
         return int(done.value)
 
+    def _progress(self, session: int, done: int, total: int) -> None:
+        self._request(lambda serial: protocol.Progress(serial=serial, session=session, done=done, total=total))
+
+    def _clear_group(self, group: str, dp: int, weights_id: str = "") -> protocol.Cleared:
+        # The keeper itself waits for the parts' locks, within the profile's bound.
+        reply, _ = self._request(
+            lambda serial: protocol.ClearGroup(serial=serial, group=group, dp=dp, weights_id=weights_id),
+            timeout=self._timeout + self.profile.table.lock_wait_s,
+        )
+        assert isinstance(reply, protocol.Cleared)
+        return reply
+
     def _readiness(self, group: str, dp: int, wait_s: float) -> protocol.ReadinessReply:
         """Ask for all pages of a group's readiness; the first waits up to wait_s seconds until it is ready."""
         if wait_s > 0:
@@ -608,9 +682,7 @@ class Keeper(Context):
         while page.next >= 0:
             page = self._readiness_page(group, dp, 0.0, page.next)
             ranks += page.ranks
-        return protocol.ReadinessReply(
-            serial=0, ready=first.ready, reason=first.reason, manifest=first.manifest, ranks=ranks, next=-1
-        )
+        return msgspec.structs.replace(first, ranks=ranks, next=-1)
 
     def _readiness_page(self, group: str, dp: int, wait_s: float, first: int) -> protocol.ReadinessReply:
         reply, _ = self._request(
@@ -621,7 +693,7 @@ class Keeper(Context):
         return reply
 
     def close(self) -> None:
-        """Close its parts and the connection; closing again does nothing.
+        """Close its parts, its groups and the connection; closing again does nothing.
 
         Raises
         ------
@@ -631,6 +703,8 @@ class Keeper(Context):
         if self._closed:
             return
         self._check()
+        for group in list(self._groups):
+            group.close()
         for part in list(self._parts):
             part.close()
         with self._locked(time.monotonic() + self._timeout):

@@ -49,3 +49,19 @@ def record_of(memory: Region | HeldFd) -> protocol.Record:
 def fd_of(memory: Region | HeldFd) -> int:
     """Give a new fd of memory of a part, the caller's to close."""
     return memory.duplicate() if isinstance(memory, HeldFd) else int(_backend.region_export(memory.handle))
+
+
+def read_only_fd_of(memory: Region | HeldFd) -> int:
+    """Give a new fd of memory of a part that is open for reading only (S4), the caller's to close.
+
+    Device memory has no such thing: an fd of it says nothing of access.
+    """
+    fd = fd_of(memory)
+    if isinstance(memory, HeldFd):
+        return fd
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _status.from_errno("open", error.errno or 0) from None
+    finally:
+        os.close(fd)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
@@ -12,6 +13,9 @@ from typing import Any
 
 SO_PEERPIDFD = 77  # Linux 6.5, include/uapi/asm-generic/socket.h
 _UCRED = struct.Struct("=iII")
+_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
+_INFO_EXIT = 8
 
 
 class Process:
@@ -36,6 +40,19 @@ class Process:
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+    def how_ended(self) -> str:
+        """Say how it ended, as ", killed by signal 9"; "" where it has not, or the kernel does not tell."""
+        # PIDFD_GET_INFO with PIDFD_INFO_EXIT: Linux 6.15, include/uapi/linux/pidfd.h; told once the parent has waited.
+        info = bytearray(_INFO.pack(_INFO_EXIT, 0, *[0] * 12))
+        try:
+            fcntl.ioctl(self.pidfd, _PIDFD_GET_INFO, info)
+        except OSError:
+            return ""
+        mask, _, *_, code = _INFO.unpack(info)
+        if not mask & _INFO_EXIT:
+            return ""
+        return f", killed by signal {code & 0x7F}" if code & 0x7F else f", exit status {code >> 8 & 0xFF}"
 
     def close(self) -> None:
         """Close the pidfd."""

@@ -32,6 +32,7 @@ SOCKET_PATH_NBYTES = 107  # sun_path holds 108 with the final NUL
 FRAME_NBYTES_MAX = 65536
 FDS_MAX = 200  # the kernel passes 253 a message
 PAGE_PARTS = 32
+PAGE_NBYTES = 40960  # of parts in a page of status
 PAGE_RANKS = 64
 TEXT_MAX = 400
 _HEADER = struct.Struct("<4sHHII")
@@ -86,6 +87,32 @@ class Confirm(_Message, frozen=True, kw_only=True):
     reason: str
 
 
+class Open(_Message, frozen=True, kw_only=True):
+    """Read a rank's part: a session with a claims row of its own; `data`: with the data's fds, for reading only."""
+
+    attach_id: bytes
+    group: str
+    dp: int
+    index: int
+    data: bool
+
+
+class Progress(_Message, frozen=True, kw_only=True):
+    """How far a worker is with what it does before it is ready; `done` == `total`: it is."""
+
+    session: int
+    done: int
+    total: int
+
+
+class ClearGroup(_Message, frozen=True, kw_only=True):
+    """Empty all parts of a group; with another `weights_id` ("": none) that is the group's from now on."""
+
+    group: str
+    dp: int
+    weights_id: str = ""
+
+
 class Goodbye(_Message, frozen=True, kw_only=True):
     """End of this process's session of that attach; it may not exist (an attach whose answer was lost)."""
 
@@ -138,7 +165,7 @@ class NeedRegions(_Message, frozen=True, kw_only=True):
 
 
 class Attached(_Message, frozen=True, kw_only=True):
-    """The part. fds of table, claims, lock and data come in this order, `fd_count` in all.
+    """The part. fds of table, claims, lock and data come in this order, `fd_count` in all; 3 where no data was asked.
 
     FDS_MAX of them come with this frame, with a record each but the lock's; the rest with MoreFds.
     """
@@ -165,7 +192,7 @@ class MoreFds(_Message, frozen=True, kw_only=True):
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """Answer to Attach: REFUSED."""
+    """Answer to Attach and Open: REFUSED."""
 
     reason: str
     pid: int
@@ -175,6 +202,13 @@ class Done(_Message, frozen=True, kw_only=True):
     """A request was carried out."""
 
     value: int = 0
+
+
+class Cleared(_Message, frozen=True, kw_only=True):
+    """Answer to ClearGroup: blocks removed, and why some ranks (by index) could not be emptied yet."""
+
+    removed: int
+    failed: dict[int, str]
 
 
 class StatusPage(_Message, frozen=True, kw_only=True):
@@ -193,7 +227,9 @@ class RankState(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     reason: str
     pid: int
-    blocks: int
+    blocks: int  # of its part, or as its refused attach asked
+    progress: tuple[int, int]  # done, total; (0, 0): not told
+    stalled: bool
     died_at: float  # its last writer's pidfd fired, or it said goodbye
     ready_at: float  # its writer confirmed
 
@@ -206,6 +242,7 @@ class ReadinessReply(_Message, frozen=True, kw_only=True):
     manifest: dict[str, Any] | None
     ranks: list[RankState]
     next: int
+    capacity: int  # blocks that each rank can hold; 0: no part
 
 
 class Failed(_Message, frozen=True, kw_only=True):
@@ -216,8 +253,21 @@ class Failed(_Message, frozen=True, kw_only=True):
     fields: dict[str, list[Any]]
 
 
-Request = Hello | Attach | Donate | Confirm | Goodbye | Resume | GetStatus | GetReadiness | Release
-Reply = Welcome | NeedRegions | Attached | MoreFds | Refused | Done | StatusPage | ReadinessReply | Failed
+Request = (
+    Hello
+    | Attach
+    | Donate
+    | Confirm
+    | Open
+    | Progress
+    | ClearGroup
+    | Goodbye
+    | Resume
+    | GetStatus
+    | GetReadiness
+    | Release
+)
+Reply = Welcome | NeedRegions | Attached | MoreFds | Refused | Done | Cleared | StatusPage | ReadinessReply | Failed
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
 _reply_decoder = msgspec.msgpack.Decoder(Reply)

@@ -45,8 +45,9 @@ from ..handles import (
 from ..manifest import Manifest, Rank, compare, describe
 from ..profile import Profile
 from . import accounting, processes, protocol
-from .held import HeldFd, fd_of, record_of
+from .held import HeldFd, fd_of, read_only_fd_of, record_of
 from .processes import Process
+from .reclaim import Reclaim, Reclaimer
 
 logger = logging.getLogger("kvreuse")
 
@@ -58,6 +59,8 @@ DONATED_MAX = 4096
 RANKS_MAX = 4096
 RECOVER_RETRY_S = 0.001
 RECOVER_TRIES = 5000
+CLEAR_RETRY_S = 0.001
+ROOM_WAIT_S = 4.0  # how long an attach waits for memory that is being given back
 EMPTIED_MAX = 32
 EMPTY_GROUPS_MAX = 256
 WAIT_MAX_S = 3600.0
@@ -65,8 +68,11 @@ ACCEPT_PAUSE_S = 0.1  # while no fd is free
 REJECTED_S = 1.0  # how long a rejected peer may take to ask
 BYTES_MAX = 1 << 61
 WRITER_ROW = 0
-KEEPER, WRITER = 3, 2
+KEEPER, WRITER, READER = 3, 2, 1
+STALL_LOOKS = 4  # heartbeats, and looks at them, within stall_s
 LAYOUT_SEALED, RETIRED = 1, 2
+ROWS = 64
+NO_PROOF = "this kernel gives no proof of a process's end (no SO_PEERPIDFD, and pidfd_open is refused)"
 
 
 class StartError(Exception):
@@ -90,7 +96,10 @@ class Client:
 
 @dataclasses.dataclass(eq=False)
 class Session:
-    """One attach of one process. `client` is None while its connection is cut."""
+    """One attach of one process: as the part's writer, or in another row as a reader. No `client` while it is cut off.
+
+    `heartbeat` is the last one seen, `beat_at` when it had moved.
+    """
 
     number: int
     part: Part
@@ -99,8 +108,14 @@ class Session:
     client: Client | None
     offered: str
     reason: str
+    row: int = WRITER_ROW
+    nbytes: int = 0
     confirmed: str = ""
     ready_at: float = 0.0
+    progress: tuple[int, int] = (0, 0)
+    heartbeat: int = 0
+    beat_at: float = 0.0
+    is_stalled: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -129,9 +144,12 @@ class Part:
     provider: str = "host"
     memory: Memory | None = None
     writer: Session | None = None
+    readers: dict[int, Session] = dataclasses.field(default_factory=dict)  # by row
+    reclaim: Reclaim | None = None  # once it is retired
+    must_clear: bool = False
     waiting_since: float = 0.0
     died_at: float = 0.0
-    last_pid: int = 0
+    last_process: Process | None = None  # of the writer that is gone
 
 
 @dataclasses.dataclass(eq=False)
@@ -149,6 +167,7 @@ class Group:
     by_pp: dict[int, Manifest] = dataclasses.field(default_factory=dict)
     parts: dict[int, Part] = dataclasses.field(default_factory=dict)
     emptied: dict[int, str] = dataclasses.field(default_factory=dict)
+    refused: dict[int, tuple[int, str]] = dataclasses.field(default_factory=dict)  # blocks asked, and why not
 
 
 @dataclasses.dataclass(eq=False)
@@ -157,6 +176,17 @@ class Waiter:
 
     client: Client
     request: protocol.GetReadiness
+
+
+@dataclasses.dataclass(eq=False)
+class Clearing:
+    """A ClearGroup that is answered when all parts are empty, or when it is over time."""
+
+    client: Client
+    request: protocol.ClearGroup
+    deadline: float
+    left: list[Part]
+    removed: int = 0
 
 
 class Keeper:
@@ -177,6 +207,8 @@ class Keeper:
         self._sessions: dict[int, Session] = {}
         self._watched: dict[Any, Process] = {}
         self._waiters: list[Waiter] = []
+        self._reclaimer = Reclaimer()
+        self._room_waiters: list[tuple[float, Client, protocol.Attach]] = []
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_numbers = itertools.count()
         self._last_emptied: deque[dict[str, Any]] = deque(maxlen=EMPTIED_MAX)
@@ -184,6 +216,9 @@ class Keeper:
         self._stopping = False
         self._listener, self._lock_fd = _listen(path)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._reclaimer.fd, selectors.EVENT_READ, self._reclaimed)
+        if profile.retention.stall_s:
+            self._look_for_stalls()
 
     # ---- loop ----
 
@@ -195,7 +230,7 @@ class Keeper:
             while self._timers and self._timers[0][0] <= now:
                 self._guard(heapq.heappop(self._timers)[2])
             waits = [self._timers[0][0] - now] if self._timers else []
-            busy = bool(self._parts or self._clients)
+            busy = bool(self._parts or self._clients or self._reclaimer.pending)
             if idle_s and not busy:
                 if now - self._idle_since >= idle_s:
                     break
@@ -227,6 +262,7 @@ class Keeper:
         for process in self._watched.values():
             process.close()
         self._selector.close()
+        self._reclaimer.close()
         self._listener.close()
         # Last, and removed while it is held: who waits for it looks again whether it is still the file of that name.
         with contextlib.suppress(FileNotFoundError):
@@ -345,6 +381,12 @@ class Keeper:
             self._status(client, request)
         elif isinstance(request, protocol.GetReadiness):
             self._readiness(client, request)
+        elif isinstance(request, protocol.Open):
+            self._open(client, request)
+        elif isinstance(request, protocol.Progress):
+            self._progress(client, request)
+        elif isinstance(request, protocol.ClearGroup):
+            self._clear_group(client, request)
         else:
             self._release(client, request)
 
@@ -379,8 +421,7 @@ class Keeper:
         index = rank.index(manifest.topology)
         _check_attach(request, manifest)
         if client.process is None:
-            reason = "this kernel gives no proof of a worker's end (no SO_PEERPIDFD, and pidfd_open is refused)"
-            self._refuse(client, request, reason, None)
+            self._refuse(client, request, NO_PROOF, None)
             return
         known = self._session_by(client, request.attach_id)
         if known is not None:  # asked again: the first answer was lost
@@ -392,7 +433,7 @@ class Keeper:
         key = (request.group, rank.dp)
         group = self._groups.get(key)
         if group is not None:
-            differences = _compare(group, manifest, rank, request)
+            differences = _compare(group, manifest, rank, request, self.profile.group.capacity == "min")
             if differences:
                 living = next((part.writer for part in group.parts.values() if part.writer), None)
                 if living is not None and "provider" in differences:
@@ -403,7 +444,10 @@ class Keeper:
                         fields=differences,
                     )
                 if living is not None:
-                    self._refuse(client, request, f"the group has another manifest: {describe(differences)}", living)
+                    reason = f"the group has another manifest: {describe(differences)}"
+                    if index not in group.parts and index < group.manifest.topology.size:
+                        group.refused[index] = (request.blocks, protocol.clip(reason))
+                    self._refuse(client, request, reason, living)
                     return
                 refusal = self._room_refusal(nbytes, without=group)
                 if refusal:
@@ -438,6 +482,8 @@ class Keeper:
             return
         if part is not None:
             damage = self._damage(part)
+            if not damage and part.blocks != request.blocks:  # under [group] capacity = "min"
+                damage = f"the blocks changed: {describe({'blocks': (part.blocks, request.blocks)})}"
             if damage:
                 self._retire(part, damage)
                 part = None
@@ -447,7 +493,9 @@ class Keeper:
             if refusal:
                 self._refuse(client, request, refusal, None)
                 return
-            self._make_room(nbytes)
+            if not self._make_room(nbytes):
+                self._wait_for_room(client, request)
+                return
             offered, reason = "EMPTY", group.emptied.get(index, "new")
             part = Part(
                 part_id=secrets.token_bytes(16),
@@ -472,9 +520,11 @@ class Keeper:
             group.parts[index] = part
             group.by_pp.setdefault(rank.pp, manifest)
         session = self._admit(client, part, request, offered, reason)
+        group.refused.pop(index, None)
         try:
             if part.memory:
                 _backend.table_admit(part.memory.table, WRITER_ROW, session.number, WRITER)
+                self._set_capacity(group)
             self._answer(client, session, request.serial)
         except BaseException:
             # The peer is told of the error, and has no session then.
@@ -484,7 +534,9 @@ class Keeper:
             raise
         group.emptied.pop(index, None)
 
-    def _refuse(self, client: Client, request: protocol.Attach, reason: str, holder: Session | None) -> None:
+    def _refuse(
+        self, client: Client, request: protocol.Attach | protocol.Open, reason: str, holder: Session | None
+    ) -> None:
         pid = holder.process.pid if holder else 0
         self._send(client, protocol.Refused(serial=request.serial, reason=protocol.clip(reason, 4096), pid=pid))
 
@@ -525,14 +577,53 @@ class Keeper:
             f"[retention] allows {parts} part(s) and {limit} bytes"
         )
 
-    def _make_room(self, nbytes: int) -> None:
-        """Drop waiting parts, oldest first, until one more of `nbytes` fits the profile."""
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop waiting parts, oldest first, until one more of `nbytes` fits the profile.
+
+        False: it fits only once memory that is being given back is (K4: that counts).
+        """
         limit, parts = self.profile.max_bytes(), self.profile.retention.max_parts
         waiting = sorted((p for p in self._parts.values() if p.writer is None), key=lambda part: part.waiting_since)
         for oldest in waiting:
-            if sum(part.nbytes for part in self._parts.values()) + nbytes <= limit and len(self._parts) < parts:
-                return
+            if self._held_nbytes() + nbytes <= limit and len(self._parts) < parts:
+                break
             self._retire(oldest, "dropped to make room for another part")
+        return self._held_nbytes() + self._reclaimer.pending_nbytes() + nbytes <= limit
+
+    def _held_nbytes(self) -> int:
+        return sum(part.nbytes for part in self._parts.values())
+
+    def _wait_for_room(self, client: Client, request: protocol.Attach) -> None:
+        """Try an attach again when memory was given back; refuse it if that takes too long."""
+        for _, other, asked in self._room_waiters:
+            if other is client and asked.attach_id == request.attach_id:
+                return
+        deadline = time.monotonic() + ROOM_WAIT_S
+        self._room_waiters.append((deadline, client, request))
+        self._later(ROOM_WAIT_S, self._try_room_waiters)
+
+    def _reclaimed(self) -> None:
+        self._reclaimer.collect()
+        self._try_room_waiters()
+
+    def _try_room_waiters(self) -> None:
+        waiting, self._room_waiters = self._room_waiters, []
+        now = time.monotonic()
+        for deadline, client, request in waiting:
+            if client not in self._clients:
+                continue
+            if now >= deadline:
+                pending = self._reclaimer.pending_nbytes()
+                reason = f"{pending} bytes of retired parts are still being given back: attach again"
+                self._refuse(client, request, reason, None)
+                continue
+            try:
+                self._attach(client, request)
+            except (KVReuseError, TypeError) as error:
+                self._send(client, protocol.failed(request.serial, error))
+        again = {request.attach_id: deadline for deadline, _, request in waiting}
+        # Whoever waits again keeps its deadline.
+        self._room_waiters = [(again.get(r.attach_id, d), c, r) for d, c, r in self._room_waiters]
 
     def _allocate(self, part: Part, nbytes: int, what: str) -> Region:
         return allocate_named(self._provider, nbytes, f"kvreuse:{self.label}:{part.part_id.hex()[:8]}:{what}")
@@ -560,6 +651,7 @@ class Keeper:
                 self._describe_memory(part, region_id, claims_region, lock_region),
             )
             table = self._open_table(table_region, claims_region, lock_region)
+            _backend.table_set_unready(table, 1)
             _backend.table_set_state(table, LAYOUT_SEALED)
         except BaseException:
             if table:
@@ -592,8 +684,11 @@ class Keeper:
         assert client.process is not None
         process = self._watch(client.process)
         session = Session(next(self._sessions_seen), part, process, request.attach_id, client, offered, reason)
+        session.nbytes, session.beat_at = part.nbytes, time.monotonic()
         part.writer = session
-        part.last_pid = process.pid
+        if part.last_process is not None:
+            part.last_process.close()
+            part.last_process = None
         self._sessions[session.number] = session
         client.sessions.add(session.number)
         return session
@@ -617,13 +712,17 @@ class Keeper:
     def _send_part(self, client: Client, session: Session, serial: int) -> None:
         part, memory = session.part, session.part.memory
         assert memory is not None
-        data = [region for region in part.data if region]
-        regions = [memory.table_region, memory.claims_region, memory.lock_region, *data]
+        is_reader = session.row != WRITER_ROW
+        data = [region for region in part.data if region] if session.nbytes >= part.nbytes else []
         # The lock is used by its fd, never mapped: it has no record.
         records = [record_of(region) for region in (memory.table_region, memory.claims_region, *data)]
         fds: list[int] = []
         try:
-            fds.extend(fd_of(region) for region in regions)
+            # S4: a reader writes nothing but its own row of the claims.
+            fds.append(read_only_fd_of(memory.table_region) if is_reader else fd_of(memory.table_region))
+            fds.append(fd_of(memory.claims_region))
+            fds.append(fd_of(memory.lock_region))
+            fds.extend(read_only_fd_of(region) if is_reader else fd_of(region) for region in data)
             size = protocol.FDS_MAX
             self._send(
                 client,
@@ -631,7 +730,7 @@ class Keeper:
                     serial=serial,
                     part_id=part.part_id,
                     session=session.number,
-                    row=WRITER_ROW,
+                    row=session.row,
                     offered=session.offered,
                     reason=protocol.clip(session.reason, 4096),
                     records=records[: size - 1],
@@ -665,7 +764,7 @@ class Keeper:
         if nbytes < needed:
             raise _status.make_text(-5, f"region {request.index} has {nbytes} bytes: the part needs {needed} there")
         extra = max(0, physical_nbytes - needed)
-        used, limit = sum(item.nbytes for item in self._parts.values()), self.profile.max_bytes()
+        used, limit = self._held_nbytes() + self._reclaimer.pending_nbytes(), self.profile.max_bytes()
         if used + extra > limit:
             raise _status.make_text(
                 -10,
@@ -685,7 +784,17 @@ class Keeper:
         self._build(part)
         assert part.memory is not None
         _backend.table_admit(part.memory.table, WRITER_ROW, session.number, WRITER)
+        self._set_capacity(part.group)
+        session.nbytes = part.nbytes
         self._send_part(client, session, request.serial)
+
+    def _set_capacity(self, group: Group) -> None:
+        """Under [group] capacity = "min" no rank holds more blocks than the smallest part has slots (C1)."""
+        tables = [(part, part.memory.table) for part in group.parts.values() if part.memory]
+        capacity = min((part.blocks for part, _ in tables), default=0)
+        for part, table in tables:
+            if min(capacity, part.blocks) != _backend.table_info(table).capacity:
+                _backend.table_set_capacity(table, capacity)
 
     def _import_data(self, index: int, fd: int, record: protocol.Record) -> Region:
         nbytes, physical_nbytes, region_id, device, inode, _ = record
@@ -698,7 +807,7 @@ class Keeper:
         return region
 
     def _confirm(self, client: Client, request: protocol.Confirm) -> None:
-        session = self._session_of(client, request.session)
+        session = self._writer_of(client, request.session)
         if session.part.memory is None:
             raise protocol.protocol_error("the part's layout is not sealed")
         if request.kind not in ("RESTORED", "EMPTY"):
@@ -708,8 +817,158 @@ class Keeper:
             if session.offered == "RESTORED" and request.kind == "EMPTY":
                 self._note_emptied(session.part, request.reason)
         session.confirmed = request.kind
+        self._tell_readers(session.part)
         self._send(client, protocol.Done(serial=request.serial))
         self._tell_waiters()
+
+    def _tell_readers(self, part: Part) -> None:
+        """Say in the part's memory whether its rank is ready (R4): readers ask nobody when they match (K6)."""
+        if part.memory is not None:
+            session = part.writer
+            is_live = session is not None and not self._writer_reason(session)
+            _backend.table_set_unready(part.memory.table, int(not is_live))
+
+    def _progress(self, client: Client, request: protocol.Progress) -> None:
+        session = self._writer_of(client, request.session)
+        if not 0 <= request.done <= request.total:
+            raise _range_error(f"progress is from 0 to its total: got {request.done} of {request.total}")
+        session.progress = (request.done, request.total)
+        self._tell_readers(session.part)
+        self._send(client, protocol.Done(serial=request.serial))
+        self._tell_waiters()
+
+    # ---- readers ----
+
+    def _open(self, client: Client, request: protocol.Open) -> None:
+        if len(request.attach_id) != 16:
+            raise protocol.protocol_error("an attach id has 16 bytes", 16, len(request.attach_id), usable=True)
+        if client.process is None:
+            self._refuse(client, request, NO_PROOF, None)
+            return
+        session = self._session_by(client, request.attach_id)
+        if session is not None:  # asked again: the first answer was lost
+            self._adopt(client, session)
+        else:
+            group = self._groups.get((request.group, request.dp))
+            part = group.parts.get(request.index) if group else None
+            if part is None or part.memory is None:
+                reason = self._rank_reason(group, request.index) if group else "the group does not exist"
+                self._refuse(client, request, f"rank {request.index} has no part to read: {reason}", None)
+                return
+            if request.data and part.provider != "host":
+                self._refuse(client, request, f"memory of provider {part.provider} cannot be read by the CPU", None)
+                return
+            free = next((row for row in range(WRITER_ROW + 1, ROWS) if row not in part.readers), None)
+            if free is None:
+                self._refuse(client, request, f"the part has {len(part.readers)} readers, which is all it can", None)
+                return
+            session = self._admit_reader(client, part, free, request)
+        try:
+            self._send_part(client, session, request.serial)
+        except BaseException:
+            self._end_session(session)
+            raise
+
+    def _admit_reader(self, client: Client, part: Part, row: int, request: protocol.Open) -> Session:
+        assert client.process is not None
+        assert part.memory is not None
+        process = self._watch(client.process)
+        session = Session(next(self._sessions_seen), part, process, request.attach_id, client, "", "", row)
+        session.nbytes = part.nbytes
+        if not request.data:
+            session.nbytes -= part.blocks * part.manifest.block_bytes
+        part.readers[row] = session
+        self._sessions[session.number] = session
+        client.sessions.add(session.number)
+        _backend.table_admit(part.memory.table, row, session.number, READER)
+        return session
+
+    # ---- content ----
+
+    def _clear_group(self, client: Client, request: protocol.ClearGroup) -> None:
+        """Empty a group's parts (I4): one increment in each; its writer frees the slots. Tried until all are done."""
+        group = self._groups.get((request.group, request.dp))
+        if group is None:
+            raise _status.make_text(-1, f"group {request.group!r} (dp {request.dp}) does not exist")
+        if request.weights_id:
+            if request.weights_id == group.manifest.weights_id:
+                self._send(client, protocol.Cleared(serial=request.serial, removed=0, failed={}))
+                return
+            # First, so that no attach of the old weights is taken for one of this content.
+            group.manifest = dataclasses.replace(group.manifest, weights_id=request.weights_id)
+            group.by_pp = {
+                pp: dataclasses.replace(kept, weights_id=request.weights_id) for pp, kept in group.by_pp.items()
+            }
+            for part in group.parts.values():
+                part.manifest = dataclasses.replace(part.manifest, weights_id=request.weights_id)
+        left = [part for part in group.parts.values() if part.memory]
+        for part in left:
+            part.must_clear = True
+            self._tell_readers(part)
+        deadline = time.monotonic() + self.profile.table.lock_wait_s
+        self._go_on_clearing(Clearing(client, request, deadline, left))
+
+    def _go_on_clearing(self, clearing: Clearing) -> None:
+        for part in list(clearing.left):
+            if part.memory is None or self._clear(part, clearing):
+                clearing.left.remove(part)
+        is_late = time.monotonic() >= clearing.deadline
+        if clearing.client in self._clients and clearing.deadline and (is_late or not clearing.left):
+            clearing.deadline = 0.0  # answered
+            failed = [part.index for part in clearing.left[: protocol.PAGE_RANKS]]
+            reason = f"its lock could not be had within {self.profile.table.lock_wait_s} s; it is tried on"
+            self._send(
+                clearing.client,
+                protocol.Cleared(
+                    serial=clearing.request.serial, removed=clearing.removed, failed=dict.fromkeys(failed, reason)
+                ),
+            )
+        if clearing.left:
+            self._later(CLEAR_RETRY_S, lambda: self._go_on_clearing(clearing))
+        else:
+            self._tell_waiters()
+
+    def _clear(self, part: Part, clearing: Clearing) -> bool:
+        assert part.memory is not None
+        table = part.memory.table
+        try:
+            if part.must_clear and part.writer is not None:
+                clearing.removed += _backend.table_expire(table)
+            elif part.must_clear:
+                clearing.removed += _backend.table_stats(table).sealed_count
+                _backend.table_reset(table)
+        except CorruptError as error:
+            self._retire(part, f"corrupt: {error}")
+            return True
+        except KVReuseError:
+            return False
+        part.must_clear = False
+        self._tell_readers(part)
+        return True
+
+    # ---- stalls ----
+
+    def _look_for_stalls(self) -> None:
+        """See whose heartbeat has not moved for stall_s: its rank is not ready meanwhile; nothing is fenced (R6)."""
+        stall_s, now = self.profile.retention.stall_s, time.monotonic()
+        for part in list(self._parts.values()):
+            session = part.writer
+            if session is None or part.memory is None:
+                continue
+            heartbeat = _backend.table_info(part.memory.table).heartbeat_ns
+            if heartbeat != session.heartbeat:
+                session.heartbeat, session.beat_at = heartbeat, now
+            is_stalled = heartbeat != 0 and now - session.beat_at > stall_s
+            if is_stalled == session.is_stalled:
+                continue
+            session.is_stalled = is_stalled
+            self._tell_readers(part)
+            if is_stalled and self.profile.retention.on_stall == "kill":
+                logger.warning("worker pid %d is stalled: killed", session.process.pid)
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(session.process.pidfd, signal.SIGKILL)
+            self._tell_waiters()
+        self._later(stall_s / STALL_LOOKS, self._look_for_stalls)
 
     # ---- sessions ----
 
@@ -723,6 +982,12 @@ class Keeper:
         session = self._sessions.get(number)
         if session is None or client.process is None or session.process.key != client.process.key:
             raise _status.make_text(-18, f"session {number} is not open, or is another process's: attach again")
+        return session
+
+    def _writer_of(self, client: Client, number: int) -> Session:
+        session = self._session_of(client, number)
+        if session.part.writer is not session:
+            raise _status.make_text(-18, f"session {number} is not the writer of its part: attach again")
         return session
 
     def _adopt(self, client: Client, session: Session) -> None:
@@ -741,7 +1006,6 @@ class Keeper:
     def _goodbye(self, client: Client, request: protocol.Goodbye) -> None:
         session = self._session_by(client, request.attach_id)
         if session is not None:
-            session.part.died_at = time.monotonic()
             self._end_session(session)
         self._send(client, protocol.Done(serial=request.serial, value=int(session is not None)))
 
@@ -755,12 +1019,10 @@ class Keeper:
 
     def _gone(self, process: Process) -> None:
         """A pidfd fired: proof that the process is gone."""
-        now = time.monotonic()
         if self._watched.pop(process.key, None) is None:
             return
         self._selector.unregister(process.pidfd)
         for session in [item for item in self._sessions.values() if item.process is process]:
-            session.part.died_at = now
             self._end_session(session)
         process.close()
 
@@ -771,20 +1033,36 @@ class Keeper:
                 self._gone(process)
 
     def _end_session(self, session: Session) -> None:
-        """The writer is gone for good: by goodbye, or by proof."""
+        """A session is over for good: by goodbye, or by proof."""
         part = session.part
+        if session.row != WRITER_ROW:
+            self._forget_session(session)
+            self._end_reader(session)
+            return
+        with contextlib.suppress(OSError):  # no fd is free: how it ended will not be told
+            part.last_process = session.process.copy()
         self._forget_session(session)
         part.writer = None
-        part.waiting_since = time.monotonic()
+        part.waiting_since = part.died_at = time.monotonic()
         if part.memory is None:
             self._retire(part, "")  # never sealed: nobody had it, so nothing was lost
             return
         _backend.table_drop(part.memory.table, WRITER_ROW, session.number)
+        self._tell_readers(part)
         if not self.profile.reuse.enabled:
             self._retire(part, "")
             return
         self._recover(part, RECOVER_TRIES)
         self._later(self.profile.retention.ttl_s, lambda: self._expire(part))
+
+    def _end_reader(self, session: Session) -> None:
+        part = session.part
+        del part.readers[session.row]
+        if part.memory is not None:
+            _backend.table_drop(part.memory.table, session.row, session.number)
+        if part.reclaim is not None:
+            part.reclaim.held.pop(session.number, None)
+            self._reclaimed()
 
     def _forget_session(self, session: Session) -> None:
         del self._sessions[session.number]
@@ -818,22 +1096,30 @@ class Keeper:
     # ---- giving memory back ----
 
     def _retire(self, part: Part, reason: str) -> None:
-        """Free a part: RETIRED first, so that who maps it learns that it is over. The next attach is told `reason`."""
+        """Free a part: RETIRED first, so that who maps it learns that it is over. The next attach is told `reason`.
+
+        Its readers' sessions stay until they say goodbye, since they hold its memory.
+        """
         del self._parts[part.part_id]
         part.group.parts.pop(part.index, None)
         if part.writer is not None:
             self._forget_session(part.writer)
             part.writer = None
+        if part.last_process is not None:
+            part.last_process.close()
+            part.last_process = None
         regions = [region for region in part.data if region is not None]
+        table = 0
         if part.memory is not None:
             memory, part.memory = part.memory, None
             with contextlib.suppress(KVReuseError):
                 _backend.table_set_state(memory.table, RETIRED)
-            _backend.table_close(memory.table)
+            table = memory.table
             regions += [memory.table_region, memory.claims_region, memory.lock_region]
         part.data = [None] * len(part.data)
-        for region in regions:
-            region.close()
+        held = {session.number: session.nbytes for session in part.readers.values()}
+        part.reclaim = Reclaim(part.part_id, part.nbytes, table, regions, held)
+        self._reclaimer.add(part.reclaim)
         if reason:
             part.group.emptied[part.index] = reason
             self._note_emptied(part, reason)
@@ -887,20 +1173,51 @@ class Keeper:
         """Why a rank is not ready (R4); "" if it is."""
         part = group.parts.get(index)
         if part is None:
+            if index in group.refused:
+                return f"missing: its attach was refused: {group.refused[index][1]}"
             return f"missing: {group.emptied[index]}" if index in group.emptied else "missing"
         session = part.writer
-        if session is None:
-            return f"exited: its worker (pid {part.last_pid}) is gone and none has replaced it"
+        if session is not None:
+            return self._writer_reason(session)
+        # A pid of another pid namespace may be unknown here; how it ended the kernel tells from 6.15 on.
+        process = part.last_process
+        who, how = (f"pid {process.pid}", process.how_ended()) if process else ("pid unknown", "")
+        return f"exited: its worker ({who}{how}) is gone and none has replaced it"
+
+    def _writer_reason(self, session: Session) -> str:
         if session.process.gone():
-            return f"exited: its worker (pid {session.process.pid}) is gone"
-        if part.memory is None:
+            return f"exited: its worker (pid {session.process.pid}{session.process.how_ended()}) is gone"
+        if session.part.memory is None:
             return "its layout is not sealed"
-        return "" if session.confirmed else "attaching"
+        if not session.confirmed:
+            return "attaching"
+        done, total = session.progress
+        if done < total:
+            return f"not done yet: {done} of {total}"
+        if session.is_stalled:
+            still = time.monotonic() - session.beat_at
+            return f"stalled: its worker (pid {session.process.pid}) has not moved for {still:.1f} s"
+        return "its content is being cleared" if session.part.must_clear else ""
 
     def _is_ready(self, group: Group | None) -> bool:
         if group is None or len(group.parts) < group.manifest.topology.size:
             return False
         return not any(self._rank_reason(group, index) for index in group.parts)
+
+    def _describe_group(self, group: Group) -> dict[str, Any]:
+        size = group.manifest.topology.size
+        reasons = {} if self._is_ready(group) else {i: self._rank_reason(group, i) for i in range(size)}
+        text = self._unready_text(group, reasons)
+        return {"group": group.name, "dp": group.dp, "readiness": protocol.clip(text, 200) if text else "ready"}
+
+    def _unready_text(self, group: Group, reasons: dict[int, str]) -> str:
+        """Say it for all ranks; where parts of unequal size keep them apart, name the sizes."""
+        bad = [f"rank {index}: {protocol.clip(reason)}" for index, reason in reasons.items() if reason]
+        blocks = {index: part.blocks for index, part in group.parts.items()}
+        blocks.update((index, asked) for index, (asked, _) in group.refused.items())
+        if group.refused and len(set(blocks.values())) > 1:
+            bad.insert(0, f"the ranks' blocks differ: {dict(sorted(blocks.items()))}")
+        return protocol.clip("; ".join(bad), 4096)
 
     def _readiness(self, client: Client, request: protocol.GetReadiness) -> None:
         group = self._groups.get((request.group, request.dp))
@@ -915,13 +1232,18 @@ class Keeper:
             self._send(
                 client,
                 protocol.ReadinessReply(
-                    serial=request.serial, ready=False, reason=protocol.clip(reason), manifest=None, ranks=[], next=-1
+                    serial=request.serial,
+                    ready=False,
+                    reason=protocol.clip(reason),
+                    manifest=None,
+                    ranks=[],
+                    next=-1,
+                    capacity=0,
                 ),
             )
             return
         size = group.manifest.topology.size
         reasons = {} if ready else {index: self._rank_reason(group, index) for index in range(size)}
-        bad = [f"rank {index}: {protocol.clip(reason)}" for index, reason in reasons.items() if reason]
         first = max(0, request.first)
         page = itertools.islice(group.manifest.topology.ranks(group.dp), first, first + protocol.PAGE_RANKS)
         ranks = [
@@ -933,10 +1255,11 @@ class Keeper:
             protocol.ReadinessReply(
                 serial=request.serial,
                 ready=ready,
-                reason=protocol.clip("; ".join(bad), 4096),
+                reason=self._unready_text(group, reasons),
                 manifest=group.manifest.to_dict() if first == 0 else None,
                 ranks=ranks,
                 next=first + len(ranks) if first + len(ranks) < size else -1,
+                capacity=min((part.blocks for part in group.parts.values()), default=0),
             ),
         )
 
@@ -953,8 +1276,23 @@ class Keeper:
     def _status(self, client: Client, request: protocol.GetStatus) -> None:
         parts = list(self._parts.values())
         first = max(0, request.first)
-        page = parts[first : first + protocol.PAGE_PARTS]
+        page: list[dict[str, Any]] = []
+        room = protocol.PAGE_NBYTES
+        for part in parts[first : first + protocol.PAGE_PARTS]:
+            described = accounting.describe(part)
+            room -= len(msgspec.msgpack.encode(described))
+            if room < 0 and page:
+                break
+            page.append(described)
         end = first + len(page)
+        pending = [
+            {
+                "part_id": item.part_id.hex(),
+                "bytes": item.pending_nbytes,
+                "pids": sorted({self._sessions[number].process.pid for number in item.held}),
+            }
+            for item in self._reclaimer.pending[:32]
+        ]
         summary = {
             "version": _version.__version__,
             "pid": os.getpid(),
@@ -963,8 +1301,12 @@ class Keeper:
             "reuse": self.profile.reuse_reason() or "on",
             "parts": len(parts),
             **accounting.totals(parts),
+            "groups": [self._describe_group(group) for group in itertools.islice(self._groups.values(), 32)],
+            "pending_reclaim": self._reclaimer.pending_nbytes(),
+            "retired": pending,
             "max_bytes": self.profile.max_bytes(),
             "clients": len(self._clients),
+            **accounting.own_use(),
             "last_emptied": list(self._last_emptied)[-8:],
         }
         self._send(
@@ -972,17 +1314,19 @@ class Keeper:
             protocol.StatusPage(
                 serial=request.serial,
                 summary=summary,
-                parts=[accounting.describe(part) for part in page],
+                parts=page,
                 next=end if end < len(parts) else -1,
             ),
         )
 
 
-def _compare(group: Group, manifest: Manifest, rank: Rank, request: protocol.Attach) -> dict[str, tuple[Any, Any]]:
+def _compare(
+    group: Group, manifest: Manifest, rank: Rank, request: protocol.Attach, any_blocks: bool
+) -> dict[str, tuple[Any, Any]]:
     """Name the fields in which an attach differs from its group, with both values (R3)."""
     kept = group.by_pp.get(rank.pp)
     differences = compare(kept or group.manifest, manifest, across_pp=kept is None and bool(group.by_pp))
-    if group.blocks != request.blocks:
+    if group.blocks != request.blocks and not any_blocks:
         differences["blocks"] = (group.blocks, request.blocks)
     # The device's ordinal is each rank's own.
     if group.provider.partition(":")[0] != request.provider.partition(":")[0]:

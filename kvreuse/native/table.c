@@ -269,6 +269,7 @@ int32_t kvr_table_create(int64_t table_region, int64_t claims_region, const uint
 static void free_memory(kvr_table *table)
 {
     kvr_late *late;
+    kvr_heart_stop(table->heart);
     if (table->memory)
         (void)munmap(table->memory, (size_t)table->memory_nbytes);
     if (table->claims)
@@ -474,6 +475,8 @@ static int32_t check_place(const kvr_table *table, const char *call)
         holder = kvr_load(&table->words->row_session[table->row]);
     if (holder != table->session)
         return kvr_fail(KVR_ERROR_STALE_EPOCH, KVR_DETAIL_SESSION_FENCED, call, table->session, holder, 0, 0);
+    if (table->role == KVR_ROLE_READER && kvr_load(&table->words->unready))
+        return kvr_fail(KVR_ERROR_NOT_READY, KVR_DETAIL_PART_UNREADY, call, 0, 0, 0, 0);
     return KVR_OK;
 }
 
@@ -513,6 +516,9 @@ int32_t kvr_table_info_get(int64_t handle, kvr_table_info *out)
     kvr_handles_lock();
     out->operation_count = table->operation_count;
     kvr_handles_unlock();
+    out->content_epoch = kvr_load(&table->words->content_epoch);
+    out->heartbeat_ns = kvr_load(&table->words->heartbeat);
+    out->capacity = kvr_capacity(table);
     out->session = table->session;
     out->role = table->role;
     out->row = table->row;
@@ -585,6 +591,56 @@ int32_t kvr_table_set_state(int64_t handle, int32_t state)
         status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_STATE_RANGE, call, state, 0, 0, 0);
     if (!status)
         kvr_store(&table->words->state, state);
+    kvr_table_leave(table);
+    return status;
+}
+
+int32_t kvr_table_set_unready(int64_t handle, int32_t unready)
+{
+    static const char call[] = "table_set_unready";
+    kvr_table *table;
+    int32_t status = kvr_table_enter(handle, call, &table);
+    if (status)
+        return status;
+    status = kvr_table_require(table, call, KVR_ROLE_KEEPER, KVR_ROLE_KEEPER);
+    if (!status)
+        kvr_store(&table->words->unready, unready != 0);
+    kvr_table_leave(table);
+    return status;
+}
+
+int32_t kvr_table_set_capacity(int64_t handle, int64_t capacity)
+{
+    static const char call[] = "table_set_capacity";
+    kvr_table *table;
+    int32_t status = kvr_table_enter(handle, call, &table);
+    if (status)
+        return status;
+    status = kvr_table_require(table, call, KVR_ROLE_KEEPER, KVR_ROLE_KEEPER);
+    if (!status && (capacity < 1 || capacity > table->super.slot_count))
+        status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_SLOT_COUNT_RANGE, call, capacity, table->super.slot_count, 0, 0);
+    if (!status)
+        kvr_store(&table->words->capacity, capacity);
+    kvr_table_leave(table);
+    return status;
+}
+
+int32_t kvr_table_beat(int64_t handle, int64_t period_ns)
+{
+    static const char call[] = "table_beat";
+    kvr_table *table;
+    int32_t status = kvr_table_enter(handle, call, &table);
+    if (status)
+        return status;
+    status = kvr_table_require(table, call, KVR_ROLE_WRITER, KVR_ROLE_WRITER);
+    if (!status && (period_ns < KVR_BEAT_MIN_NS || period_ns > KVR_BEAT_MAX_NS))
+        status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_PERIOD_RANGE, call, period_ns, KVR_BEAT_MIN_NS, KVR_BEAT_MAX_NS, 0);
+    kvr_handles_lock();
+    if (!status && table->heart)
+        status = kvr_fail(KVR_ERROR_BUSY, KVR_DETAIL_HEARTBEAT_RUNS, call, handle, 0, 0, 0);
+    if (!status)
+        status = kvr_heart_start(&table->words->heartbeat, period_ns, &table->heart);
+    kvr_handles_unlock();
     kvr_table_leave(table);
     return status;
 }

@@ -24,6 +24,8 @@ typedef struct kvr_late {
     int64_t slots[];
 } kvr_late;
 
+typedef struct kvr_heart kvr_heart;
+
 typedef struct kvr_table {
     kvr_object object;
     int32_t role;
@@ -45,6 +47,7 @@ typedef struct kvr_table {
     int32_t *buckets;
     kvr_mapping **bound; /* region_count entries */
     int64_t operation_count; /* copies that name its slots; under the handle mutex */
+    kvr_heart *heart;        /* under the handle mutex */
     /* Under the part's lock, but for the counters in it: */
     kvr_owner *_Atomic owners; /* an entry a slot; NULL until an operation writes into one */
     int64_t *given_up; /* slots that were aborted while an operation wrote into them; room for all of them */
@@ -75,6 +78,12 @@ static inline const uint8_t *kvr_key(const kvr_keys *keys, int64_t i, uint8_t *n
 
 static inline int32_t kvr_is_slot(const kvr_table *table, int64_t slot) { return slot >= 0 && slot < table->super.slot_count; }
 
+static inline int64_t kvr_capacity(const kvr_table *table)
+{
+    int64_t declared = kvr_load(&table->words->capacity);
+    return declared > 0 && declared < table->super.slot_count ? declared : table->super.slot_count;
+}
+
 static inline uint32_t kvr_epoch(const kvr_table *table) { return (uint32_t)kvr_load(&table->words->content_epoch); }
 
 /* The one increment that empties a part. Records carry the low 32 bits, of which 0 is never content. */
@@ -91,6 +100,10 @@ int32_t kvr_table_require(const kvr_table *table, const char *call, int32_t need
 /* Take the lock; see that the session holds its place; repair, or report, a change that was cut short. */
 int32_t kvr_table_take(kvr_table *table, const char *call, int32_t check, int32_t repair);
 int32_t kvr_table_broken(const char *call);
+
+/* ---- the writer's heartbeat (heartbeat.c) ---- */
+int32_t kvr_heart_start(int64_t *word, int64_t period_ns, kvr_heart **out);
+void kvr_heart_stop(kvr_heart *heart);
 
 /* ---- slots that operations name (table_owners.c) ---- */
 /* Become an owner of reserved slots (-1 is skipped), or fail: nothing changed then. */

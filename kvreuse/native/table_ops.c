@@ -724,16 +724,22 @@ static int32_t reserve(kvr_table *table, const kvr_keys *keys, const int64_t *na
                        slot_set *taken, plan *planned, evicted *gone, int64_t *slots, int64_t *generations, const char *call)
 {
     kvr_words *words = table->words;
-    int64_t missing = 0, i;
+    int64_t missing = 0, i, capacity = kvr_capacity(table), room;
     int32_t status = sweep(table, call);
+    for (i = 0; named && i < keys->count && !status; i++)
+        if (named[i] >= capacity)
+            status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_SLOT_RANGE, call, i, named[i], capacity, 0);
     if (!status)
         status = make_plan(table, keys, named, (flags & KVR_RESERVE_DUPLICATE) != 0, seen, taken, planned, call);
     if (status)
         return status;
-    if (!named && planned->count > words->free_count)
-        missing = planned->count - words->free_count;
+    room = words->free_count - (table->super.slot_count - capacity);
+    if (room < 0) /* it holds more than its capacity became: that must not grow */
+        room = 0;
+    if (!named && planned->count > room)
+        missing = planned->count - room;
     if (missing && (!(flags & KVR_RESERVE_EVICT) || count_evictable(table, seen, missing) < missing))
-        return kvr_fail(KVR_ERROR_NO_SPACE, KVR_DETAIL_NO_FREE_SLOT, call, planned->count, words->free_count,
+        return kvr_fail(KVR_ERROR_NO_SPACE, KVR_DETAIL_NO_FREE_SLOT, call, planned->count, room,
                         count_evictable(table, seen, table->super.slot_count), 0);
     for (i = 0; i < keys->count; i++) {
         slots[i] = -1;

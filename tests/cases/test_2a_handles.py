@@ -160,6 +160,9 @@ OTHERS = {
     "session": 1,
     "slot_count": 1,
     "state": 1,
+    "unready": 1,
+    "capacity": 1,
+    "period_ns": 1_000_000,
     "value": 0,
     "wait_ns": 0,
 }

@@ -574,6 +574,9 @@ SIGNATURES = {
     "table_manifest": "h",
     "table_bind": "him",
     "table_set_state": "hi",
+    "table_set_unready": "hi",
+    "table_set_capacity": "hi",
+    "table_beat": "hi",
     "table_admit": "hiii",
     "table_drop": "hii",
     "table_recover": "h",
@@ -661,7 +664,16 @@ def _copy(value: Any) -> Any:
 
 # Their successes hand out handles, fds or numbers of the kernel, which are compared by the tests of their meaning.
 _OPENS = {"host_allocate", "region_import", "region_map", "region_export", "table_open"}
-_KEEPER_CALLS = {"table_set_state", "table_admit", "table_drop", "table_recover", "table_expire", "table_stats"}
+_KEEPER_CALLS = {
+    "table_set_state",
+    "table_set_unready",
+    "table_set_capacity",
+    "table_admit",
+    "table_drop",
+    "table_recover",
+    "table_expire",
+    "table_stats",
+}
 _NUMBERS = {"region_info", "mapping_info", "region_observe"}
 
 

@@ -189,10 +189,10 @@ def test_a_part_of_the_state_creating_is_only_the_keepers(backend):
 def test_info_and_manifest(backend):
     with PartMemory(backend, 5, 100, 2, b"m" * 5000) as part:
         opened = part.open(backend, READER, session=77, row=63)
-        assert tuple(opened.info()) == (PART_ID, 5, 100, 2, 3, 5000, 77, READER, 63, 0)
+        assert tuple(opened.info()) == (PART_ID, 5, 100, 2, 3, 5000, 77, READER, 63, 0, 1, 0, 5)
         assert backend.table_manifest(opened.table) == b"m" * 5000
         keeper = part.open(backend, KEEPER)
-        assert keeper.info()[-4:] == (0, KEEPER, -1, 0)
+        assert keeper.info()[-7:] == (0, KEEPER, -1, 0, 1, 0, 5)
     with PartMemory(backend, 1, 1, 1, b"") as part:
         assert backend.table_manifest(part.open(backend).table) == b""
 
@@ -466,6 +466,9 @@ TABLE_CALLS = {
     "table_manifest": (),
     "table_bind": (0, 1),
     "table_set_state": (1,),
+    "table_set_unready": (1,),
+    "table_set_capacity": (1,),
+    "table_beat": (1_000_000,),
     "table_admit": (0, 1, 1),
     "table_drop": (0, 1),
     "table_recover": (),
@@ -526,7 +529,15 @@ def test_random_numbers_are_no_tables(backend, writer):
 
 _WRITER_ONLY = ["table_reserve", "table_commit", "table_abort", "table_evict", "table_clear", "table_invalidate"]
 _SESSION_ONLY = ["table_claim", "table_claim_slots", "table_release", "table_touch"]
-_KEEPER_ONLY = ["table_set_state", "table_admit", "table_drop", "table_recover", "table_expire"]
+_KEEPER_ONLY = [
+    "table_set_state",
+    "table_set_unready",
+    "table_set_capacity",
+    "table_admit",
+    "table_drop",
+    "table_recover",
+    "table_expire",
+]
 
 
 @pytest.mark.parametrize("call", [*_WRITER_ONLY, *_SESSION_ONLY, *_KEEPER_ONLY, "table_restore", "table_reset"])
@@ -1289,6 +1300,111 @@ def test_expire(backend, part, writer, reader):
     assert sorted(writer.store(KEYS).slots) == list(range(8))
     backend.table_set_state(keeper.table, RETIRED)
     assert backend.table_expire(keeper.table) == 8
+
+
+def test_unready(backend, part, writer, reader):
+    """R4, K6: the keeper says in the part's memory that no live writer stands behind it; readers find nothing then."""
+    keeper = part.open(backend, KEEPER)
+    writer.store([A, B])
+    claimed = reader.claim([A])
+    before = part.image()
+    backend.table_set_unready(keeper.table, 7)
+    words = bytearray(before["words"])
+    struct.pack_into("<q", words, 584, 1)
+    assert part.image() == {**before, "words": bytes(words)}
+    for call in (lambda: reader.match([A]), lambda: reader.claim([B]), lambda: reader.touch([A]), reader.inventory):
+        with fails(-14, 108):
+            call()
+    assert writer.match([A, B]) == 2
+    assert writer.evict(2) == 1, "the reader's claim stays"
+    reader.release(claimed[0])
+    backend.table_set_unready(keeper.table, 0)
+    assert reader.match([A]) == 1
+
+
+def test_capacity(backend, part, writer, reader):
+    """C1: no more slots than that are other than FREE, and no named slot is beyond it."""
+    keeper = part.open(backend, KEEPER)
+    for wrong in (0, -1, 9, 2**62):
+        with fails(-6, 24, wrong, 8, call="table_set_capacity"):
+            backend.table_set_capacity(keeper.table, wrong)
+    assert backend.table_info(reader.table).capacity == 8
+    before = part.image()
+    backend.table_set_capacity(keeper.table, 5)
+    words = bytearray(before["words"])
+    struct.pack_into("<q", words, 576, 5)
+    assert part.image() == {**before, "words": bytes(words)}
+    assert backend.table_info(writer.table).capacity == 5
+    with fails(-6, 46, 1, 5, 5):
+        writer.reserve([A, B], named=[4, 5])
+    writer.abort(writer.reserve([A], named=[4]))
+    with fails(-10, 50, 6, 5, 0):
+        writer.reserve(KEYS[:6])
+    writer.store(KEYS[:5])
+    with fails(-10, 50, 1, 0, 5):
+        writer.reserve([KEYS[5]])
+    made = writer.reserve([KEYS[5]], EVICT)
+    assert made.evicted == [KEYS[0]]
+    writer.commit(made)
+    assert writer.stats()[5:9] == (3, 0, 5, 0)
+    # Above what the capacity becomes: nothing goes by itself, and it grows no more.
+    backend.table_set_capacity(keeper.table, 2)
+    assert writer.match([KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]]) == 5
+    with fails(-10, 50, 1, 0, 5):
+        writer.reserve([KEYS[6]])
+    made = writer.reserve([KEYS[6]], EVICT)
+    assert made.evicted == KEYS[1:2]
+    writer.commit(made)
+    assert writer.stats()[5:9] == (3, 0, 5, 0)
+    assert writer.evict(3) == 3
+    claimed = reader.claim([KEYS[5], KEYS[6]])
+    with fails(-10, 50, 1, 0, 0):
+        writer.reserve([KEYS[7]], EVICT)
+    reader.release(claimed[0])
+    backend.table_set_capacity(keeper.table, 8)
+    assert len(writer.reserve([KEYS[0], KEYS[7]]).slots) == 2
+
+
+def test_beat(backend, part, writer, reader):
+    """R4, C7: the word moves by itself, with the clock's time, until the table is closed; then nothing touches it."""
+    info = lambda: backend.table_info(reader.table).heartbeat_ns  # noqa: E731
+    assert info() == 0
+    for wrong in (0, 999_999, -1, 3600 * 10**9 + 1):
+        with fails(-6, 109, wrong, 1_000_000, 3600 * 10**9, call="table_beat"):
+            backend.table_beat(writer.table, wrong)
+    with fails(-8, 35):
+        backend.table_beat(reader.table, 1_000_000)
+    threads = len(os.listdir("/proc/self/task"))
+    before = time.monotonic_ns()
+    backend.table_beat(writer.table, 1_000_000)
+    with fails(-12, 110, writer.table, call="table_beat"):
+        backend.table_beat(writer.table, 1_000_000)
+    seen, deadline = set(), time.monotonic() + 10
+    while len(seen) < 5:
+        assert time.monotonic() < deadline
+        if info():
+            seen.add(info())
+        time.sleep(0.002)
+    assert before <= min(seen) <= max(seen) <= time.monotonic_ns()
+    writer.close()
+    while len(os.listdir("/proc/self/task")) != threads:  # the kernel takes a joined thread away a moment later
+        assert time.monotonic() < deadline
+    last = info()
+    time.sleep(0.02)
+    assert info() == last
+
+
+def test_a_beat_of_a_long_period_ends_at_once(backend, part, writer):
+    backend.table_beat(writer.table, 3600 * 10**9)
+    start = time.monotonic()
+    writer.close()
+    assert time.monotonic() - start < 5
+
+
+def test_info_tells_the_content_epoch(backend, part, writer, reader):
+    assert backend.table_info(reader.table).content_epoch == 1
+    writer.clear()
+    assert backend.table_info(reader.table).content_epoch == 2 == backend.table_info(writer.table).content_epoch
 
 
 def test_expire_waits_for_nobody(backend, part, lock_holder):

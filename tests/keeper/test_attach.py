@@ -599,7 +599,7 @@ def test_kernel_without_proof_of_death_refuses(folder, monkeypatch):
     monkeypatch.setattr(processes, "SO_PEERPIDFD", 9999)
     monkeypatch.setattr(os, "pidfd_open", refuse)
     with keeper_thread(f"{folder}/k"), kvreuse.connect(f"{folder}/k") as client:
-        with pytest.raises(kvreuse.AttachRefusedError, match="no proof of a worker's end"):
+        with pytest.raises(kvreuse.AttachRefusedError, match="no proof of a process's end"):
             attach(client)
         assert client.status()["parts"] == []
 

@@ -370,6 +370,9 @@ static void one_call(void)
         break;
     case 22:
         count(kvr_table_set_state(table(), below(20) ? KVR_PART_LAYOUT_SEALED : (int32_t)small(4)));
+        count(kvr_table_set_unready(table(), below(4) ? 1 : 0));
+        count(kvr_table_set_capacity(table(), below(3) ? small(20) : INT64_MAX));
+        count(kvr_table_beat(table(), below(3) ? KVR_BEAT_MIN_NS : small(20)));
         break;
     case 23:
         count(kvr_table_admit(part_tables[0], below(4) ? 0 : (int32_t)small(64), below(4) ? 7 : small(20),
