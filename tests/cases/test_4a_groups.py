@@ -42,7 +42,7 @@ def test_c1_under_min_the_smallest_part_bounds_all(stage):
                 else:
                     raise AssertionError("slot 63 was given out")
                 part.reserve([b"k"], slots=[62]).abort()
-                keys = [b"%d" % i for i in range(64)]
+                keys = [i.to_bytes(32, "big") for i in range(64)]
                 try:
                     part.reserve(keys)
                 except kvreuse.NoSpaceError as error:
@@ -245,6 +245,7 @@ def test_on_stall_kill_lets_the_keeper_kill(stage):
             assert str(part.outcome) == "RESTORED(8)"
     """,
         timeout=100,
+        said="is stalled: killed",
     )
 
 

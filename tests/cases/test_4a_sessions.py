@@ -49,8 +49,9 @@ def test_a6_doing_nothing_is_not_being_gone(stage):
     """A6, R6: three times the idle bound without a call."""
     stage("""
     with kvreuse.testing.keeper(scene.PROFILE + "[retention]\\nidle_exit_s = 0.5\\nttl_s = 0.5\\n") as path:
-        with Agent(path) as worker:
+        with kvreuse.connect(path) as waiting, Agent(path) as worker:
             worker("keeper = kvreuse.connect(path); part = scene.attach(keeper, 0); scene.fill(part, KEYS)")
+            waiting.close()  # it held the keeper until the worker was there
             time.sleep(1.6)
             assert worker("out = part.match(KEYS)") == 8
             assert worker("out = keeper.status()['parts'][0]['sessions'][0]['connected']") is True
@@ -81,12 +82,12 @@ def test_a9_a_forked_helper_cannot_write_and_holds_nothing_up(stage):
     '''
     import tempfile, textwrap
     with kvreuse.testing.keeper(scene.PROFILE + "[retention]\\nttl_s = 2\\nidle_exit_s = 1\\n") as path:
+        keeper = kvreuse.connect(path)
         report = os.path.join(os.path.dirname(path), "report")
         with Agent(path) as worker:
             worker(f"report = {report!r}; worker_pid = os.getpid()")
             child = worker(textwrap.dedent(helper))
         gone = lambda: not os.path.exists(f"/proc/{child}") or open(f"/proc/{child}/stat").read().split()[2] == "Z"
-        keeper = kvreuse.connect(path)
         scene.wait_status(keeper, lambda status: status["parts"][0]["state"] == "WAITING")
         with scene.attach(keeper, 0) as part:
             assert str(part.outcome) == "RESTORED(4)", part.outcome
