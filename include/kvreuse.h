@@ -102,7 +102,7 @@ extern "C" {
 #define KVR_DETAIL_KEY_NBYTES 43            /* v0 index, v1 bytes, v2 largest allowed */
 #define KVR_DETAIL_KEY_STRIDE 44            /* v0 stride, v1 largest allowed */
 #define KVR_DETAIL_COUNT_RANGE 45           /* v0 count, v1 largest allowed */
-#define KVR_DETAIL_SLOT_RANGE 46            /* v0 index, v1 slot, v2 slots of the part */
+#define KVR_DETAIL_SLOT_RANGE 46            /* v0 index, v1 slot, v2 slots of the part; at a reserve its capacity */
 #define KVR_DETAIL_SLOT_REPEATED 47         /* v0 index, v1 slot */
 #define KVR_DETAIL_SLOT_BUSY 48             /* v0 index, v1 slot: claimed or being written */
 #define KVR_DETAIL_KEY_RESERVED 49          /* v0 index: its key is under another open reservation */
@@ -817,6 +817,7 @@ int32_t kvr_table_set_capacity(int64_t table, int64_t capacity);
 int32_t kvr_table_beat(int64_t table, int64_t period_ns);
 
 /* Admit a session: its claims row is zeroed, then its id stored; for a writer, writer_session last.
+ * A writer's heartbeat word is zeroed.
  * In: table of the keeper; row 0..63; session > 0; role READER or WRITER. The caller has proof that the row's and, for a
  *   writer, the part's former owner is gone.
  * Out: nothing.  Owner: none.  After failure: nothing changed.
@@ -912,7 +913,8 @@ int32_t kvr_table_touch(int64_t table, const uint8_t *keys, int64_t key_stride_b
  *   Entry i needs no slot (slots[i] = -1) where its key is present (unless DUPLICATE), or repeated earlier in keys.
  *   Without named_slots, slots come from the free list's head; with EVICT, as many as are missing are freed first: the least recent
  *   SEALED, unclaimed blocks whose key is not among keys.
- *   With named_slots, the named slot of an entry that needs one must be FREE, or SEALED and unclaimed (its key is then removed,
+ *   No more than the part's capacity is other than FREE afterwards, or than before where it was more: only as many slots count as free.
+ *   With named_slots, all below the capacity, the named slot of an entry that needs one must be FREE, or SEALED and unclaimed (its key is then removed,
  *   replaced_total + 1).
  * Out: slots[i], generations[i] (0 where -1); evicted_keys: room for key_count entries of 32 zero-padded bytes, evicted_key_nbytes
  *   one each; *out_evicted, entries used (by EVICT or replaced), oldest first.

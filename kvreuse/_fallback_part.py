@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import struct
 import threading
 import time
@@ -276,6 +277,7 @@ class Heart:
         self._thread.start()
 
     def _beat(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while not self._over.is_set():
             self._words[W_HEARTBEAT] = time.monotonic_ns()
             self._over.wait(self._period_s)
@@ -727,14 +729,16 @@ class Call:
         if flags & ~known:
             raise self.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_FLAGS_UNKNOWN, flags, known)
 
-    def require_slots(self, table: Table, slots: Sequence[int], allow_none: bool = False) -> None:
-        count = len(slots)
+    def require_slots(
+        self, table: Table, slots: Sequence[int], allow_none: bool = False, end: int | None = None
+    ) -> None:
+        count, end = len(slots), table.slot_count if end is None else end
         if count > c.KVR_BATCH_COUNT_MAX:
             raise self.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_COUNT_RANGE, count, c.KVR_BATCH_COUNT_MAX)
         low = -1 if allow_none else 0
         for i, slot in enumerate(slots):
-            if not low <= slot < table.slot_count:
-                raise self.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_SLOT_RANGE, i, slot, table.slot_count)
+            if not low <= slot < end:
+                raise self.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_SLOT_RANGE, i, slot, end)
 
     # ---- the lock ----
 

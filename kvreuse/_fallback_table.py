@@ -366,6 +366,7 @@ def _admit(call: Call, table: Table, row: int, session: int, role: int) -> None:
     _zero_row(table, row)
     table.words[W_ROWS + row] = session
     if role == WRITER:
+        table.words[W_HEARTBEAT] = 0
         table.words[W_WRITER] = session
 
 
@@ -924,7 +925,7 @@ def _reserve(
     call.require_flags(flags, c.KVR_RESERVE_EVICT | c.KVR_RESERVE_DUPLICATE)
     keys = batch.unpack(call)
     if named is not None:
-        call.require_slots(table, named)
+        call.require_slots(table, named, end=table.capacity())
     call.take(table)
     while True:
         try:
@@ -939,14 +940,10 @@ def _try_reserve(
     call: Call, table: Table, keys: list[bytes], named: list[int] | None, flags: int
 ) -> tuple[list[int], list[int], list[tuple[bytes, int]]]:
     _sweep(call, table)
-    capacity = table.capacity()
-    for i, slot in enumerate(named or ()):
-        if slot >= capacity:
-            raise call.error(c.KVR_ERROR_RANGE, c.KVR_DETAIL_SLOT_RANGE, i, slot, capacity)
     entries, replaced = _plan(call, table, keys, named, bool(flags & c.KVR_RESERVE_DUPLICATE))
     words, keep = table.words, set(keys)
     # Where it holds more than its capacity became, that must not grow.
-    room = max(words[W_FREE] - (table.slot_count - capacity), 0)
+    room = max(words[W_FREE] - (table.slot_count - table.capacity()), 0)
     missing = 0 if named is not None else max(len(entries) - room, 0)
     if missing:
         may_evict = bool(flags & c.KVR_RESERVE_EVICT)

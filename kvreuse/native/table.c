@@ -676,8 +676,10 @@ int32_t kvr_table_admit(int64_t handle, int32_t row, int64_t session, int32_t ro
     if (!status) {
         zero_row(table, row);
         kvr_store(&table->words->row_session[row], session);
-        if (role == KVR_ROLE_WRITER)
+        if (role == KVR_ROLE_WRITER) {
+            kvr_store(&table->words->heartbeat, 0);
             kvr_store(&table->words->writer_session, session);
+        }
     }
     kvr_table_leave(table);
     return status;

@@ -23,8 +23,7 @@ static int32_t check_keys(const kvr_keys *keys, const char *call)
 
 /* Copy the caller's slots and check the copy: another of its threads may change the array meanwhile. The copy is the caller's to
  * free, NULL after a failure. */
-static int32_t take_slots(const kvr_table *table, const int64_t *slots, int64_t count, int64_t low, const char *call,
-                          int64_t **out)
+static int32_t take_slots_below(const int64_t *slots, int64_t count, int64_t low, int64_t end, const char *call, int64_t **out)
 {
     int64_t *copy, i;
     *out = NULL;
@@ -36,13 +35,18 @@ static int32_t take_slots(const kvr_table *table, const int64_t *slots, int64_t 
     if (count)
         memcpy(copy, slots, (size_t)count * sizeof *copy);
     for (i = 0; i < count; i++)
-        if (copy[i] < low || copy[i] >= table->super.slot_count) {
-            int32_t status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_SLOT_RANGE, call, i, copy[i], table->super.slot_count, 0);
+        if (copy[i] < low || copy[i] >= end) {
+            int32_t status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_SLOT_RANGE, call, i, copy[i], end, 0);
             free(copy);
             return status;
         }
     *out = copy;
     return KVR_OK;
+}
+
+static int32_t take_slots(const kvr_table *table, const int64_t *slots, int64_t count, int64_t low, const char *call, int64_t **out)
+{
+    return take_slots_below(slots, count, low, table->super.slot_count, call, out);
 }
 
 static int32_t check_flags(uint32_t flags, uint32_t known, const char *call)
@@ -724,16 +728,13 @@ static int32_t reserve(kvr_table *table, const kvr_keys *keys, const int64_t *na
                        slot_set *taken, plan *planned, evicted *gone, int64_t *slots, int64_t *generations, const char *call)
 {
     kvr_words *words = table->words;
-    int64_t missing = 0, i, capacity = kvr_capacity(table), room;
+    int64_t missing = 0, i, room;
     int32_t status = sweep(table, call);
-    for (i = 0; named && i < keys->count && !status; i++)
-        if (named[i] >= capacity)
-            status = kvr_fail(KVR_ERROR_RANGE, KVR_DETAIL_SLOT_RANGE, call, i, named[i], capacity, 0);
     if (!status)
         status = make_plan(table, keys, named, (flags & KVR_RESERVE_DUPLICATE) != 0, seen, taken, planned, call);
     if (status)
         return status;
-    room = words->free_count - (table->super.slot_count - capacity);
+    room = words->free_count - (table->super.slot_count - kvr_capacity(table));
     if (room < 0) /* it holds more than its capacity became: that must not grow */
         room = 0;
     if (!named && planned->count > room)
@@ -785,7 +786,7 @@ int32_t kvr_table_reserve(int64_t handle, const uint8_t *keys, int64_t key_strid
     if (!status)
         status = check_keys(&batch, call);
     if (!status && named_slots)
-        status = take_slots(table, named_slots, key_count, 0, call, &named);
+        status = take_slots_below(named_slots, key_count, 0, kvr_capacity(table), call, &named);
     if (!status)
         status = key_set_make(&seen, &batch);
     if (!status && named_slots)

@@ -86,6 +86,7 @@ _operation = st.one_of(
     st.tuples(st.just("reset")),
     st.tuples(st.just("recover")),
     st.tuples(st.just("expire")),
+    st.tuples(st.just("set_capacity"), st.sampled_from([SLOTS, SLOTS, 0, 1, 2, 3, 4, 5, SLOTS + 1])),
 )
 _operations = st.lists(_operation, min_size=1, max_size=40)
 
@@ -109,6 +110,7 @@ _WEIGHTS = {
     "reset": 1,
     "recover": 1,
     "expire": 2,
+    "set_capacity": 4,
 }
 
 
@@ -148,6 +150,8 @@ def random_operations(rng: random.Random, count: int) -> Iterator[tuple[Any, ...
             yield name, slots(0, SLOTS - 1), rng.choice([0, 0, 0, -1])
         elif name == "inventory":
             yield name, who, rng.randint(1, 4)
+        elif name == "set_capacity":
+            yield name, rng.choice([SLOTS] * 9 + [0, 1, 2, 3, 4, 5, 5, SLOTS + 1])
         else:
             yield (name,)
 
@@ -249,6 +253,9 @@ class Driver:
     def _expire(self):
         return self.keeper.backend.table_expire(self.keeper.table)
 
+    def _set_capacity(self, capacity):
+        return self.keeper.backend.table_set_capacity(self.keeper.table, capacity)
+
     def state(self) -> dict[str, int]:
         stats = self.sessions["writer"].stats()._asdict()
         return {
@@ -348,6 +355,9 @@ class Oracle:
     def _recover(self, *, filled, found):
         raise ModelError(-12, 38, 0, WRITER_ID)  # a writer is admitted
 
+    def _set_capacity(self, capacity, *, filled, found):
+        self.model.set_capacity(capacity)
+
     def _expire(self, *, filled, found):
         return self.model.expire()
 
@@ -405,6 +415,7 @@ def test_backends_and_model_agree_over_long_runs():
         ("claim_slots", "RangeError"),
         ("release", "StaleBlockError"),
         ("recover", "BusyError"),
+        ("set_capacity", "RangeError"),
     ):
         assert seen[name, error] >= 8, f"{name} hardly ever ended in {error}: {seen}"
     assert sum(count for (_, error), count in seen.items() if error == "NotReadyError") >= 8, seen

@@ -13,6 +13,7 @@ import struct
 import subprocess
 import sys
 import time
+import warnings
 from array import array
 from pathlib import Path
 
@@ -527,7 +528,15 @@ def test_random_numbers_are_no_tables(backend, writer):
             backend.table_match(handle, A, 32, None)
 
 
-_WRITER_ONLY = ["table_reserve", "table_commit", "table_abort", "table_evict", "table_clear", "table_invalidate"]
+_WRITER_ONLY = [
+    "table_beat",
+    "table_reserve",
+    "table_commit",
+    "table_abort",
+    "table_evict",
+    "table_clear",
+    "table_invalidate",
+]
 _SESSION_ONLY = ["table_claim", "table_claim_slots", "table_release", "table_touch"]
 _KEEPER_ONLY = [
     "table_set_state",
@@ -1270,6 +1279,105 @@ def test_reset(backend, part, writer, reader):
     assert writer.match(KEYS) == 8
 
 
+# ---- the heartbeat ----
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _until(condition, bound_s=20.0):
+    deadline = time.monotonic() + bound_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_beat(backend, part, writer, reader):
+    """The word is stored at once and each period, in the clock that all processes share; nothing else changes."""
+    keeper = part.open(backend, KEEPER)
+    assert {session.info().heartbeat_ns for session in (writer, reader, keeper)} == {0}
+    before, start = part.image(), time.monotonic_ns()
+    backend.table_beat(writer.table, 1_000_000)
+    seen = [keeper.info().heartbeat_ns]
+    assert start <= seen[0] <= time.monotonic_ns()
+    while len(seen) < 5:
+        _until(lambda: keeper.info().heartbeat_ns != seen[-1])
+        seen.append(reader.info().heartbeat_ns)
+    assert seen == sorted(seen)
+    assert seen[-1] <= time.monotonic_ns()
+    with fails(-12, 110, writer.table, call="table_beat"):
+        backend.table_beat(writer.table, 1_000_000)
+    writer.close()
+    last = part.word(384)
+    time.sleep(0.02)
+    assert part.word(384) == last, "it beats after its close"
+    assert part.image() == before
+    backend.table_admit(keeper.table, 0, 5, READER)
+    assert keeper.info().heartbeat_ns == last
+    backend.table_admit(keeper.table, 0, 6, WRITER)
+    assert keeper.info().heartbeat_ns == 0, "a beat of the writer before"
+
+
+@pytest.mark.parametrize("period_ns", [-1, 0, 999_999, 3_600_000_000_001, 2**63 - 1])
+def test_a_period_out_of_range(backend, part, writer, period_ns):
+    threads = _threads()
+    with fails(-6, 109, period_ns, 1_000_000, 3_600_000_000_000, call="table_beat"):
+        backend.table_beat(writer.table, period_ns)
+    assert (part.word(384), _threads()) == (0, threads)
+
+
+def test_closing_does_not_wait_for_a_beat(backend, part):
+    """The thread of the longest period ends at once; many tables beat side by side."""
+    threads, start = _threads(), time.monotonic()
+    for _ in range(20):
+        with PartMemory(backend) as other:
+            sessions = [other.open(backend, WRITER), part.open(backend, WRITER)]
+            for session in sessions:
+                backend.table_beat(session.table, 3_600_000_000_000)
+                assert session.store([A, B]).slots
+                session.clear()
+            assert _threads() == threads + 2
+            for session in sessions:
+                session.close()
+    _until(lambda: _threads() == threads)
+    assert time.monotonic() - start < 20
+
+
+def test_the_thread_of_a_beat_blocks_all_signals(backend, part, writer):
+    """A signal is never delivered to it."""
+    before = set(os.listdir("/proc/self/task"))
+    backend.table_beat(writer.table, 3_600_000_000_000)
+    (thread,) = set(os.listdir("/proc/self/task")) - before
+
+    def blocked():
+        with open(f"/proc/self/task/{thread}/status") as lines:
+            return next(int(line.split()[1], 16) for line in lines if line.startswith("SigBlk"))
+
+    usual = sum(1 << number - 1 for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+    _until(lambda: blocked() & usual == usual)
+
+
+def test_a_forked_child_does_not_beat(backend, part, writer):
+    """The child's calls are ForkedError; the parent goes on."""
+    backend.table_beat(writer.table, 1_000_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that there are threads is the point
+        pid = os.fork()
+    if not pid:
+        code = 1
+        with contextlib.suppress(errors.ForkedError):
+            backend.table_beat(writer.table, 1_000_000)
+            code = 2
+        with contextlib.suppress(errors.ForkedError):
+            backend.table_close(writer.table)
+            code = 2
+        os._exit(code - 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    last = writer.info().heartbeat_ns
+    _until(lambda: writer.info().heartbeat_ns > last)
+
+
 # ---- emptied from outside ----
 
 
@@ -1363,42 +1471,6 @@ def test_capacity(backend, part, writer, reader):
     reader.release(claimed[0])
     backend.table_set_capacity(keeper.table, 8)
     assert len(writer.reserve([KEYS[0], KEYS[7]]).slots) == 2
-
-
-def test_beat(backend, part, writer, reader):
-    """R4, C7: the word moves by itself, with the clock's time, until the table is closed; then nothing touches it."""
-    info = lambda: backend.table_info(reader.table).heartbeat_ns  # noqa: E731
-    assert info() == 0
-    for wrong in (0, 999_999, -1, 3600 * 10**9 + 1):
-        with fails(-6, 109, wrong, 1_000_000, 3600 * 10**9, call="table_beat"):
-            backend.table_beat(writer.table, wrong)
-    with fails(-8, 35):
-        backend.table_beat(reader.table, 1_000_000)
-    threads = len(os.listdir("/proc/self/task"))
-    before = time.monotonic_ns()
-    backend.table_beat(writer.table, 1_000_000)
-    with fails(-12, 110, writer.table, call="table_beat"):
-        backend.table_beat(writer.table, 1_000_000)
-    seen, deadline = set(), time.monotonic() + 10
-    while len(seen) < 5:
-        assert time.monotonic() < deadline
-        if info():
-            seen.add(info())
-        time.sleep(0.002)
-    assert before <= min(seen) <= max(seen) <= time.monotonic_ns()
-    writer.close()
-    while len(os.listdir("/proc/self/task")) != threads:  # the kernel takes a joined thread away a moment later
-        assert time.monotonic() < deadline
-    last = info()
-    time.sleep(0.02)
-    assert info() == last
-
-
-def test_a_beat_of_a_long_period_ends_at_once(backend, part, writer):
-    backend.table_beat(writer.table, 3600 * 10**9)
-    start = time.monotonic()
-    writer.close()
-    assert time.monotonic() - start < 5
 
 
 def test_info_tells_the_content_epoch(backend, part, writer, reader):

@@ -14,7 +14,7 @@ FREE, WRITING, SEALED = 0, 1, 2
 BUSY, NO_SPACE, NOT_READY, RANGE, STALE_BLOCK = -12, -10, -14, -6, -19
 SLOT_RANGE, SLOT_REPEATED, SLOT_BUSY, KEY_RESERVED, NO_FREE_SLOT = 46, 47, 48, 49, 50
 GENERATION, SLOT_STATE, NOT_CLAIMED = 51, 52, 53
-PART_DIRTY, CONTENT_EPOCH = 41, 107
+PART_DIRTY, CONTENT_EPOCH, SLOT_COUNT_RANGE = 41, 107, 24
 NEVER_CONTENT = -1
 
 
@@ -48,6 +48,7 @@ class TableModel:
 
     def __init__(self, slot_count: int, writer: int = 1) -> None:
         self.slot_count = slot_count
+        self.capacity = slot_count
         self.writer = writer
         self.epoch = 1
         self.clock = 0
@@ -132,12 +133,13 @@ class TableModel:
         self.totals["evicted"] += len(gone)
         return gone
 
-    def _check_slots(self, slots: Sequence[int], skip_negative: bool = False) -> None:
+    def _check_slots(self, slots: Sequence[int], skip_negative: bool = False, end: int | None = None) -> None:
+        end = self.slot_count if end is None else end
         for i, slot in enumerate(slots):
             if skip_negative and slot == -1:
                 continue
-            if not 0 <= slot < self.slot_count:
-                raise ModelError(RANGE, SLOT_RANGE, i, slot, self.slot_count)
+            if not 0 <= slot < end:
+                raise ModelError(RANGE, SLOT_RANGE, i, slot, end)
 
     def enter(self, session: int) -> None:
         """What comes first in most calls: after an expire the writer repairs, and readers are told to wait for that."""
@@ -218,7 +220,7 @@ class TableModel:
     ) -> tuple[list[Block | None], list[bytes]]:
         """Blocks to be written, one an entry, and the keys that went, oldest first. `assign` must follow."""
         if named is not None:
-            self._check_slots(named)
+            self._check_slots(named, end=self.capacity)
         self.enter(self.writer)
         self._sweep()
         writing = {b.key for b in self.blocks.values() if b.state == WRITING}
@@ -255,15 +257,16 @@ class TableModel:
             gone = sorted(replaced, key=lambda b: b.recency)
         else:
             gone = []
-            free = self.slot_count - len(self.blocks)
-            missing = len(self.new) - free
+            needed, used = len(self.new), len(self.blocks)
+            free = max(self.capacity - used, 0)
+            missing = needed - free
             if missing > 0:
                 evictable = self._evictable(keys)
                 if not evict or missing > len(evictable):
-                    needed = len(self.new)
                     self.new = []
                     raise ModelError(NO_SPACE, NO_FREE_SLOT, needed, free, len(evictable))
                 gone = self._take_oldest(missing, keys)
+                assert len(self.blocks) + needed <= max(self.capacity, used)
         return entries, [b.key for b in gone]
 
     def assign(self, entries: Sequence[Block | None], slots: Sequence[int], generations: Sequence[int]) -> None:
@@ -373,6 +376,11 @@ class TableModel:
         self.epoch += 1
         self.totals["cleared"] += content
         return content
+
+    def set_capacity(self, capacity: int) -> None:
+        if not 1 <= capacity <= self.slot_count:
+            raise ModelError(RANGE, SLOT_COUNT_RANGE, capacity, self.slot_count)
+        self.capacity = capacity
 
     def reset(self) -> None:
         self.totals["cleared"] += sum(self._content(b) for b in self.blocks.values())
