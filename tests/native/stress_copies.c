@@ -320,6 +320,8 @@ int main(int argc, char **argv)
     if (kvr_table_set_state(keeper, KVR_PART_LAYOUT_SEALED) || kvr_table_admit(keeper, 0, 7, KVR_ROLE_WRITER))
         fail("admit");
     table = open_table(memory, claims, lock, KVR_ROLE_WRITER, 7, 0);
+    if (kvr_table_beat(table, KVR_BEAT_MIN_NS))
+        fail("beat");
     for (i = 0; i < 2; i++) {
         data[i] = allocate(SLOTS / 2 * BLOCK);
         if (kvr_region_map(data[i], KVR_ACCESS_READ_WRITE, KVR_MAP_DONTFORK, &mapped) || kvr_table_bind(table, i, mapped.handle))
