@@ -47,8 +47,8 @@ void kvr_copy_bytes(void *dst, const void *src, int64_t nbytes, int32_t is_large
 void kvr_copy_ahead(const kvr_entry *next)
 {
     const char *src = (const char *)(uintptr_t)next->src;
-    int32_t i;
-    for (i = 0; i < AHEAD_NBYTES; i += LINE_NBYTES)
+    int64_t i, nbytes = next->nbytes < AHEAD_NBYTES ? next->nbytes : AHEAD_NBYTES;
+    for (i = 0; i < nbytes; i += LINE_NBYTES)
         _mm_prefetch(src + i, _MM_HINT_NTA);
     _mm_prefetch((const char *)(uintptr_t)next->dst, _MM_HINT_NTA);
 }
