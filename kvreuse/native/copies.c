@@ -88,7 +88,7 @@ static int32_t copy_unit(kvr_queue *queue, kvr_operation *operation, const unit 
                 return status;
             }
         } else {
-            if (nbytes < left)
+            if (nbytes < left && nbytes >= KVR_AHEAD_MIN_NBYTES)
                 kvr_copy_ahead(entry + 1);
             kvr_copy_bytes((uint8_t *)(uintptr_t)entry->dst + offset, (const uint8_t *)(uintptr_t)entry->src + offset, nbytes,
                            is_large);

@@ -128,6 +128,7 @@ void kvr_queue_wake(kvr_queue *queue);
 /* ---- bytes.c ---- */
 /* Copy; `is_large`: more than the caches hold is on its way, so that what is written is better not kept in them. */
 void kvr_copy_bytes(void *dst, const void *src, int64_t nbytes, int32_t is_large);
+#define KVR_AHEAD_MIN_NBYTES 512 /* of smaller entries the CPU has several on their way by itself */
 void kvr_copy_ahead(const kvr_entry *next); /* ask for what the next entry begins with */
 void kvr_copy_fence(void); /* after a thread's last bytes, before it tells of them */
 
