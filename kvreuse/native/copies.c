@@ -241,7 +241,10 @@ static void drop_waits(kvr_operation *operation)
             (void)close(wait->fd);
             kvr_copies()->fds--;
         }
-        if (wait->operation && !--wait->operation->users && wait->operation->is_released && !wait->operation->active)
+        if (!wait->operation)
+            continue;
+        wait->operation->dependants--;
+        if (!--wait->operation->users && wait->operation->is_released && !wait->operation->active)
             kvr_operation_free(wait->operation);
     }
     operation->wait_count = 0;
@@ -293,6 +296,16 @@ void kvr_queue_wake(kvr_queue *queue)
         (void)!write(queue->wake_fd, &one, sizeof one);
 }
 
+/* A fault's pause sleeps on the same condition, and would take another thread's signal. */
+void kvr_queue_wake_for(kvr_queue *queue, const kvr_operation *operation)
+{
+    if (queue->is_faulty || queue->is_polled || operation->wait_count || operation->total_nbytes > KVR_COPY_UNIT_NBYTES) {
+        kvr_queue_wake(queue);
+        return;
+    }
+    pthread_cond_signal(&queue->work);
+}
+
 /* The one place where an operation becomes DONE, FAILED or CANCELLED. The mutex is held. */
 static void publish(kvr_queue *queue, kvr_operation *operation, int32_t state)
 {
@@ -319,7 +332,7 @@ static void publish(kvr_queue *queue, kvr_operation *operation, int32_t state)
     operation->is_listed = 1;
     (void)!write(queue->ended_fd, &one, sizeof one);
     kvr_tell_ended();
-    if (operation->users)
+    if (operation->dependants)
         for (other = *kvr_queues(); other; other = other->next)
             kvr_queue_wake(other);
 }
@@ -461,7 +474,7 @@ static void run(kvr_queue *queue, kvr_operation *operation, kvr_copy_stream *str
     operation->active++;
     if (operation->phase == KVR_PHASE_WAITING) {
         const kvr_operation *other = failed_dependency(operation);
-        int32_t status;
+        int32_t status = KVR_OK;
         if (other) {
             (void)kvr_fail(KVR_ERROR_NOT_READY, KVR_DETAIL_AFTER_FAILED, "operation", other->object.handle, other->state, 0, 0);
             take_failure(operation, -1);
@@ -474,9 +487,11 @@ static void run(kvr_queue *queue, kvr_operation *operation, kvr_copy_stream *str
         operation->state = KVR_OPERATION_RUNNING;
         queue->queued--;
         queue->running++;
-        kvr_handles_unlock();
-        status = start(operation);
-        kvr_handles_lock();
+        if (operation->table) {
+            kvr_handles_unlock();
+            status = start(operation);
+            kvr_handles_lock();
+        }
         if (status) {
             kvr_error why;
             (void)kvr_error_get(&why);

@@ -49,12 +49,13 @@ typedef struct kvr_operation {
     int32_t is_listed; /* in the queue's list of ended ones */
     int32_t active;    /* threads in it */
     int32_t users;     /* operations that wait for it, and callers that do */
+    int32_t dependants; /* of these, the operations */
     int32_t quarantine;
     int32_t device; /* KVR_PROVIDER_HOST, or whose context copies it */
     int32_t is_begun; /* what was checked before the first byte was good */
     int32_t is_lost;  /* its last thread left without knowing whether it has ended */
     int32_t is_owner; /* of its slots */
-    int32_t reserved;
+    int32_t reserved[2];
     int64_t quarantine_ns;
     kvr_entry *entries; /* owned */
     int64_t entry_count;
@@ -124,6 +125,8 @@ void kvr_operation_let_go(kvr_operation *operation);
 /* Free an operation of which nothing is registered or held any more. */
 void kvr_operation_free(kvr_operation *operation);
 void kvr_queue_wake(kvr_queue *queue);
+/* Wake as many threads as the operation that was just added needs. */
+void kvr_queue_wake_for(kvr_queue *queue, const kvr_operation *operation);
 
 /* ---- bytes.c ---- */
 /* Copy; `is_large`: more than the caches hold is on its way, so that what is written is better not kept in them. */

@@ -258,6 +258,7 @@ static int32_t add_wait(kvr_operation *operation, int64_t index, const kvr_depen
             return status;
         wait->operation = (kvr_operation *)object;
         wait->operation->users++;
+        wait->operation->dependants++;
         break;
     case KVR_AFTER_CUDA_EVENT:
         if (after->device < 0 || after->device >= KVR_ORDINAL_COUNT_MAX)
@@ -365,7 +366,7 @@ static int32_t accept(kvr_queue *queue, kvr_operation *operation, const char *ca
         queue->first = operation;
     queue->last = operation;
     queue->has_waits = queue->has_waits || operation->wait_count;
-    kvr_queue_wake(queue);
+    kvr_queue_wake_for(queue, operation);
     return KVR_OK;
 }
 
