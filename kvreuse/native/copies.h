@@ -8,6 +8,8 @@
 
 /* One thread takes so much of an operation at a time: others can help, and a cancel is seen in between. */
 #define KVR_COPY_UNIT_NBYTES (INT64_C(1) << 20)
+/* A caller that waits takes so much: between two pieces it looks at its time. */
+#define KVR_COPY_PIECE_NBYTES (INT64_C(256) << 10)
 #define KVR_AFTER_COUNT_MAX 64
 #define KVR_LARGE_COPY_NBYTES (INT64_C(2) << 20) /* from here on bytes are stored past the caches (bytes.c) */
 

@@ -56,3 +56,26 @@ def test_idle_threads_sleep(backend, stopped):
     burnt = time.process_time()
     time.sleep(WAIT_S)
     assert time.process_time() - burnt < BURNT_S
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_what_a_waiter_leaves_goes_on(backend, is_cancelled):
+    """O1: a caller whose time runs out midway leaves the rest to the queue, or to a cancel: both reach an end."""
+    nbytes = 8 << 20
+    dst, src = np.zeros(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    zero, length = np.zeros(1, np.int64), np.array([nbytes])
+    queue = backend.queue_open(1, 0)
+    for _ in range(30):
+        dst[:] = 0
+        operation = backend.copy_submit(queue, _memory(dst, 1), _memory(src, 0), zero, zero, length, NONE)
+        backend.operation_wait(operation, 1000)
+        if is_cancelled:
+            backend.operation_cancel(operation)
+        deadline = time.monotonic() + 20
+        while (info := backend.operation_info(operation)).state < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        assert info.state == 2 or (is_cancelled and info.state == 4)
+        assert info.state != 2 or dst.all()
+        backend.operation_release(operation)
+    backend.queue_close(queue, 10**10)
