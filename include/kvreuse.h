@@ -1069,10 +1069,11 @@ int32_t kvr_operation_info_get(int64_t operation, kvr_operation_info *out);
  * Errors: INVALID_HANDLE, STALE_HANDLE, FORKED.  Threads: any; takes the handle mutex.  Since: 1 */
 int32_t kvr_operation_error_get(int64_t operation, kvr_error *out);
 
-/* Wait until an operation has ended.
+/* Wait until an operation has ended. Copies between host memories without slots and dependencies, which no thread of the queue has begun or
+ *   which have room for one more, the caller copies itself meanwhile, by pieces of 256 KiB: it looks at its time in between.
  * In: operation; wait_ns >= 0.  Out: nothing; KVR_PENDING if it has not ended by then, which proves nothing and frees nothing.
  * Owner: none.  After failure: nothing changed.  Errors: INVALID_HANDLE, STALE_HANDLE, RANGE(NBYTES_RANGE for wait_ns), FORKED.
- * Threads: any; blocks up to wait_ns.  Since: 1 */
+ * Threads: any; blocks up to wait_ns and as long as one piece takes; wait_ns 0: copies nothing.  Since: 1 */
 int32_t kvr_operation_wait(int64_t operation, int64_t wait_ns);
 
 /* Ask that an operation ends early. One that has not begun ends CANCELLED; one that runs ends CANCELLED where it still can, between two

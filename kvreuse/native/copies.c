@@ -88,7 +88,7 @@ static int32_t copy_unit(kvr_queue *queue, kvr_operation *operation, const unit 
                 return status;
             }
         } else {
-            if (nbytes < left)
+            if (nbytes < left && nbytes >= KVR_AHEAD_MIN_NBYTES)
                 kvr_copy_ahead(entry + 1);
             kvr_copy_bytes((uint8_t *)(uintptr_t)entry->dst + offset, (const uint8_t *)(uintptr_t)entry->src + offset, nbytes,
                            is_large);
@@ -241,7 +241,10 @@ static void drop_waits(kvr_operation *operation)
             (void)close(wait->fd);
             kvr_copies()->fds--;
         }
-        if (wait->operation && !--wait->operation->users && wait->operation->is_released && !wait->operation->active)
+        if (!wait->operation)
+            continue;
+        wait->operation->dependants--;
+        if (!--wait->operation->users && wait->operation->is_released && !wait->operation->active)
             kvr_operation_free(wait->operation);
     }
     operation->wait_count = 0;
@@ -293,6 +296,16 @@ void kvr_queue_wake(kvr_queue *queue)
         (void)!write(queue->wake_fd, &one, sizeof one);
 }
 
+/* A fault's pause sleeps on the same condition, and would take another thread's signal. */
+void kvr_queue_wake_for(kvr_queue *queue, const kvr_operation *operation)
+{
+    if (queue->is_faulty || queue->is_polled || operation->wait_count || operation->total_nbytes > KVR_COPY_UNIT_NBYTES) {
+        kvr_queue_wake(queue);
+        return;
+    }
+    pthread_cond_signal(&queue->work);
+}
+
 /* The one place where an operation becomes DONE, FAILED or CANCELLED. The mutex is held. */
 static void publish(kvr_queue *queue, kvr_operation *operation, int32_t state)
 {
@@ -319,7 +332,7 @@ static void publish(kvr_queue *queue, kvr_operation *operation, int32_t state)
     operation->is_listed = 1;
     (void)!write(queue->ended_fd, &one, sizeof one);
     kvr_tell_ended();
-    if (operation->users)
+    if (operation->dependants)
         for (other = *kvr_queues(); other; other = other->next)
             kvr_queue_wake(other);
 }
@@ -364,8 +377,8 @@ static const kvr_operation *failed_dependency(const kvr_operation *operation)
     return NULL;
 }
 
-/* Take the next unit; 0 if nothing is left to take. */
-static int32_t take_unit(kvr_operation *operation, unit *out)
+/* Take the next unit of at most so many bytes; 0 if nothing is left to take. */
+static int32_t take_unit(kvr_operation *operation, int64_t most, unit *out)
 {
     const kvr_entry *entries = operation->entries;
     int64_t i = operation->next_entry, byte = operation->next_byte, nbytes = 0;
@@ -383,8 +396,8 @@ static int32_t take_unit(kvr_operation *operation, unit *out)
     out->entry = i;
     out->byte = byte;
     out->start = operation->taken_nbytes;
-    while (i < operation->entry_count && nbytes < KVR_COPY_UNIT_NBYTES) {
-        int64_t left = entries[i].nbytes - byte, room = KVR_COPY_UNIT_NBYTES - nbytes;
+    while (i < operation->entry_count && nbytes < most) {
+        int64_t left = entries[i].nbytes - byte, room = most - nbytes;
         if (left > room) {
             byte += room;
             nbytes += room;
@@ -401,7 +414,14 @@ static int32_t take_unit(kvr_operation *operation, unit *out)
     return 1;
 }
 
-/* Leave an operation; the last thread ends it. 0: it is gone. */
+/* Bytes of it are left that any thread can take. */
+static int32_t is_left(const kvr_operation *operation)
+{
+    return operation->phase == KVR_PHASE_COPYING && operation->device < 0 && !operation->error.status && !operation->is_cancelled &&
+           !operation->is_abandoned && operation->next_entry < operation->entry_count;
+}
+
+/* Leave an operation; the last thread ends it, unless it is a caller whose time has run out: a thread of the queue goes on then. */
 static void leave_operation(kvr_queue *queue, kvr_operation *operation)
 {
     operation->active--;
@@ -412,15 +432,21 @@ static void leave_operation(kvr_queue *queue, kvr_operation *operation)
     }
     if (operation->active || operation->phase >= KVR_PHASE_ENDING || operation->is_lost)
         return;
+    if (is_left(operation)) {
+        kvr_queue_wake_for(queue, operation);
+        return;
+    }
     operation->active = 1;
     end_operation(queue, operation);
     operation->active = 0;
 }
 
-static void copy_host(kvr_queue *queue, kvr_operation *operation)
+/* `until` 0: to the end. */
+static void copy_host(kvr_queue *queue, kvr_operation *operation, int64_t until)
 {
     unit taken;
-    while (!operation->is_abandoned && take_unit(operation, &taken)) {
+    while (!operation->is_abandoned && (!until || kvr_now_ns() < until) &&
+           take_unit(operation, until ? KVR_COPY_PIECE_NBYTES : KVR_COPY_UNIT_NBYTES, &taken)) {
         int64_t moved = 0, index = -1;
         int32_t status;
         kvr_handles_unlock();
@@ -455,13 +481,13 @@ static void copy_cuda(kvr_operation *operation, kvr_copy_stream *streams)
     }
 }
 
-/* Work on an operation that waits or is being copied. `streams`: of this thread, by device. */
-static void run(kvr_queue *queue, kvr_operation *operation, kvr_copy_stream *streams)
+/* Work on an operation that waits or is being copied, by pieces until then if `until` is not 0. `streams`: of this thread, by device. */
+static void run(kvr_queue *queue, kvr_operation *operation, kvr_copy_stream *streams, int64_t until)
 {
     operation->active++;
     if (operation->phase == KVR_PHASE_WAITING) {
         const kvr_operation *other = failed_dependency(operation);
-        int32_t status;
+        int32_t status = KVR_OK;
         if (other) {
             (void)kvr_fail(KVR_ERROR_NOT_READY, KVR_DETAIL_AFTER_FAILED, "operation", other->object.handle, other->state, 0, 0);
             take_failure(operation, -1);
@@ -474,9 +500,11 @@ static void run(kvr_queue *queue, kvr_operation *operation, kvr_copy_stream *str
         operation->state = KVR_OPERATION_RUNNING;
         queue->queued--;
         queue->running++;
-        kvr_handles_unlock();
-        status = start(operation);
-        kvr_handles_lock();
+        if (operation->table) {
+            kvr_handles_unlock();
+            status = start(operation);
+            kvr_handles_lock();
+        }
         if (status) {
             kvr_error why;
             (void)kvr_error_get(&why);
@@ -488,13 +516,13 @@ static void run(kvr_queue *queue, kvr_operation *operation, kvr_copy_stream *str
             pthread_cond_broadcast(&queue->work);
     }
     if (operation->device < 0)
-        copy_host(queue, operation);
+        copy_host(queue, operation, until);
     else if (!operation->error.status && !operation->is_cancelled)
         copy_cuda(operation, streams);
     leave_operation(queue, operation);
 }
 
-void kvr_operation_run(kvr_queue *queue, kvr_operation *operation) { run(queue, operation, NULL); }
+void kvr_operation_run(kvr_queue *queue, kvr_operation *operation) { run(queue, operation, NULL, 0); }
 
 /* ---- a queue's threads ---- */
 
@@ -510,10 +538,10 @@ static int32_t is_ready(const kvr_operation *operation)
     return 1;
 }
 
-static int32_t is_helpful(const kvr_operation *operation)
+/* Another thread can help: not more than the queue has work on it, callers counted. */
+static int32_t is_helpful(const kvr_operation *operation, const kvr_queue *queue)
 {
-    return operation->phase == KVR_PHASE_COPYING && operation->device < 0 && !operation->error.status && !operation->is_cancelled &&
-           !operation->is_abandoned && operation->next_entry < operation->entry_count;
+    return operation->active < queue->thread_count && is_left(operation);
 }
 
 static kvr_operation *pick(const kvr_queue *queue)
@@ -523,7 +551,7 @@ static kvr_operation *pick(const kvr_queue *queue)
         if (operation->phase == KVR_PHASE_WAITING && !operation->active &&
             (operation->is_cancelled || operation->error.status || is_ready(operation) || failed_dependency(operation)))
             return operation;
-        if (is_helpful(operation))
+        if (is_helpful(operation, queue))
             return operation;
     }
     return NULL;
@@ -662,7 +690,7 @@ static void *work(void *argument)
         }
         if (queue->has_waits && !queue->is_polled)
             pthread_cond_broadcast(&queue->work); /* another thread has to wait for fds and events now */
-        run(queue, operation, streams);
+        run(queue, operation, streams, 0);
     }
     kvr_handles_unlock();
     for (i = 0; i < KVR_ORDINAL_COUNT_MAX; i++)
@@ -974,6 +1002,18 @@ int32_t kvr_operation_error_get(int64_t handle, kvr_error *out)
     return status;
 }
 
+/* Whether a caller that waits may copy it. Not where slots are let go at its end: their part's lock may take longer than it waits. */
+static int32_t is_for_callers(const kvr_operation *operation)
+{
+    const kvr_queue *queue = operation->queue;
+    if (operation->device >= 0 || operation->table || operation->wait_count || operation->fault.kind || operation->quarantine ||
+        operation->is_cancelled || operation->error.status)
+        return 0;
+    if (operation->phase == KVR_PHASE_WAITING)
+        return !operation->active && queue->first == operation;
+    return is_helpful(operation, queue);
+}
+
 int32_t kvr_operation_wait(int64_t handle, int64_t wait_ns)
 {
     static const char call[] = "operation_wait";
@@ -986,6 +1026,8 @@ int32_t kvr_operation_wait(int64_t handle, int64_t wait_ns)
     status = find_operation(handle, call, &operation);
     if (!status) {
         operation->users++; /* another thread may release it meanwhile */
+        if (wait_ns && operation->phase != KVR_PHASE_ENDED && is_for_callers(operation))
+            run(operation->queue, operation, NULL, until);
         while (operation->phase != KVR_PHASE_ENDED && !status)
             status = kvr_wait_ended(until) ? KVR_PENDING : KVR_OK;
         if (operation->phase == KVR_PHASE_ENDED)
@@ -1005,9 +1047,9 @@ int32_t kvr_operation_cancel(int64_t handle)
     status = find_operation(handle, "operation_cancel", &operation);
     if (!status && operation->phase != KVR_PHASE_ENDED) {
         operation->is_cancelled = 1;
-        /* Nothing of it has begun: it can end here, whatever the threads are at. */
-        if (operation->phase == KVR_PHASE_WAITING && !operation->active)
-            run(operation->queue, operation, NULL);
+        /* No thread is in it, as it has not begun or a caller's time has run out: it can end here, whatever the threads are at. */
+        if (!operation->active && (operation->phase == KVR_PHASE_WAITING || (operation->phase == KVR_PHASE_COPYING && operation->device < 0)))
+            run(operation->queue, operation, NULL, 0);
     }
     kvr_handles_unlock();
     return status;

@@ -8,6 +8,8 @@
 
 /* One thread takes so much of an operation at a time: others can help, and a cancel is seen in between. */
 #define KVR_COPY_UNIT_NBYTES (INT64_C(1) << 20)
+/* A caller that waits takes so much: between two pieces it looks at its time. */
+#define KVR_COPY_PIECE_NBYTES (INT64_C(256) << 10)
 #define KVR_AFTER_COUNT_MAX 64
 #define KVR_LARGE_COPY_NBYTES (INT64_C(2) << 20) /* from here on bytes are stored past the caches (bytes.c) */
 
@@ -49,12 +51,13 @@ typedef struct kvr_operation {
     int32_t is_listed; /* in the queue's list of ended ones */
     int32_t active;    /* threads in it */
     int32_t users;     /* operations that wait for it, and callers that do */
+    int32_t dependants; /* of these, the operations */
     int32_t quarantine;
     int32_t device; /* KVR_PROVIDER_HOST, or whose context copies it */
     int32_t is_begun; /* what was checked before the first byte was good */
     int32_t is_lost;  /* its last thread left without knowing whether it has ended */
     int32_t is_owner; /* of its slots */
-    int32_t reserved;
+    int32_t reserved[2];
     int64_t quarantine_ns;
     kvr_entry *entries; /* owned */
     int64_t entry_count;
@@ -124,10 +127,13 @@ void kvr_operation_let_go(kvr_operation *operation);
 /* Free an operation of which nothing is registered or held any more. */
 void kvr_operation_free(kvr_operation *operation);
 void kvr_queue_wake(kvr_queue *queue);
+/* Wake as many threads as the operation that was just added needs. */
+void kvr_queue_wake_for(kvr_queue *queue, const kvr_operation *operation);
 
 /* ---- bytes.c ---- */
 /* Copy; `is_large`: more than the caches hold is on its way, so that what is written is better not kept in them. */
 void kvr_copy_bytes(void *dst, const void *src, int64_t nbytes, int32_t is_large);
+#define KVR_AHEAD_MIN_NBYTES 512 /* of smaller entries the CPU has several on their way by itself */
 void kvr_copy_ahead(const kvr_entry *next); /* ask for what the next entry begins with */
 void kvr_copy_fence(void); /* after a thread's last bytes, before it tells of them */
 

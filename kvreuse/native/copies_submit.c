@@ -132,6 +132,41 @@ static int32_t is_ascending(const kvr_entry *entries, int64_t count)
     return 1;
 }
 
+#define GRID_COUNT_MIN 32        /* fewer entries are sorted sooner than many bits are cleared */
+#define GRID_PLACES_AN_ENTRY 256 /* a bit each: less than sorting would need */
+
+/* Every destination begins at another multiple of a unit and is no longer than it, as blocks of a cache do: the unit is a power of two, or
+ * the length of the first. 0: they may overlap or not, and have to be sorted. */
+static int32_t is_on_grid(const kvr_entry *entries, int64_t count, uint64_t low, uint64_t high)
+{
+    uint64_t unit, starts = 0, *taken;
+    int64_t i, longest = 0;
+    int32_t shift, is_power, is_good = 1;
+    if (count < GRID_COUNT_MIN)
+        return 0;
+    for (i = 0; i < count; i++) {
+        starts |= entries[i].dst - low;
+        longest = entries[i].nbytes > longest ? entries[i].nbytes : longest;
+    }
+    unit = starts & -starts;
+    is_power = unit >= (uint64_t)longest;
+    if (!is_power)
+        unit = (uint64_t)entries[0].nbytes;
+    if (unit < (uint64_t)longest || (high - low) / unit >= (uint64_t)count * GRID_PLACES_AN_ENTRY)
+        return 0;
+    taken = calloc((size_t)((high - low) / unit / 64 + 1), sizeof *taken);
+    if (!taken)
+        return 0;
+    shift = __builtin_ctzll(unit);
+    for (i = 0; i < count && is_good; i++) {
+        uint64_t at = entries[i].dst - low, place = is_power ? at >> shift : at / unit, bit = UINT64_C(1) << (place & 63);
+        is_good = place * unit == at && !(taken[place / 64] & bit);
+        taken[place / 64] |= bit;
+    }
+    free(taken);
+    return is_good;
+}
+
 /* Destinations, sorted and free of overlaps, against sorted sources. Entries have bytes. */
 static int32_t check_crossing(const kvr_entry *entries, const interval *dsts, const interval *srcs, int64_t count, const char *call)
 {
@@ -169,7 +204,7 @@ static int32_t check_overlaps(const kvr_entry *entries, int64_t count, uint64_t 
         source_high = src + nbytes > source_high ? src + nbytes : source_high;
     }
     is_crossing = low < source_high && source_low < high;
-    if (!is_crossing && is_ascending(entries, count))
+    if (!is_crossing && (is_ascending(entries, count) || is_on_grid(entries, count, low, high)))
         return KVR_OK;
     memory = malloc((size_t)count * 3 * sizeof *memory);
     if (!memory)
@@ -223,6 +258,7 @@ static int32_t add_wait(kvr_operation *operation, int64_t index, const kvr_depen
             return status;
         wait->operation = (kvr_operation *)object;
         wait->operation->users++;
+        wait->operation->dependants++;
         break;
     case KVR_AFTER_CUDA_EVENT:
         if (after->device < 0 || after->device >= KVR_ORDINAL_COUNT_MAX)
@@ -330,7 +366,7 @@ static int32_t accept(kvr_queue *queue, kvr_operation *operation, const char *ca
         queue->first = operation;
     queue->last = operation;
     queue->has_waits = queue->has_waits || operation->wait_count;
-    kvr_queue_wake(queue);
+    kvr_queue_wake_for(queue, operation);
     return KVR_OK;
 }
 
