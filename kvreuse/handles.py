@@ -384,9 +384,10 @@ class _Owned(Context):
         BusyError
             Still mapped, viewed or in flight; nothing changed.
         """
-        if self._handle:
-            with contextlib.suppress(StaleHandleError):  # another thread has just closed it
-                self._close_handle(self._handle)
+        handle = self._handle  # once: another thread may be closing it
+        if handle:
+            with contextlib.suppress(StaleHandleError):  # it has just done so
+                self._close_handle(handle)
             self._handle = 0
 
     def __enter__(self) -> Any:

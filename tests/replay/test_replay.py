@@ -399,7 +399,7 @@ def test_status_release_and_info(capfd, mark):
         text = capfd.readouterr().out
         assert "reuse: on" in text
         assert f"{part.part_id.hex()[:8]}  player-" in text
-        assert f"writer pid {os.getpid()}, connected, attached as EMPTY" in text
+        assert re.search(rf"writer pid {os.getpid()}, [0-9.]+ KiB, connected, attached as EMPTY", text)
         assert cli.main(["status", "--socket", path, "--json"]) == 0
         assert json.loads(capfd.readouterr().out)["parts"][0]["part_id"] == part.part_id.hex()
         assert cli.main(["release", "--socket", path, "--part", part.part_id.hex()[:8]]) == 1  # BusyError
