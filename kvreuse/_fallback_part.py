@@ -273,8 +273,13 @@ class Heart:
         self._words = words
         self._period_s = period_ns / 1e9
         self._over = threading.Event()
+        words[W_HEARTBEAT] = time.monotonic_ns()  # at once: the thread may begin later
         self._thread = threading.Thread(target=self._beat, name="kvreuse-heartbeat", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # no thread can be had
+            words[W_HEARTBEAT] = 0
+            raise
 
     def _beat(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())

@@ -57,6 +57,7 @@ int32_t kvr_heart_start(int64_t *word, int64_t period_ns, kvr_heart **out)
     (void)pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
     (void)pthread_cond_init(&heart->over, &clock);
     (void)pthread_condattr_destroy(&clock);
+    kvr_store(word, kvr_now_ns()); /* at once: the thread may begin later */
     code = pthread_attr_init(&attributes);
     if (!code) {
         (void)pthread_attr_setstacksize(&attributes, STACK_NBYTES);
@@ -68,6 +69,7 @@ int32_t kvr_heart_start(int64_t *word, int64_t period_ns, kvr_heart **out)
         (void)pthread_attr_destroy(&attributes);
     }
     if (code) {
+        kvr_store(word, 0);
         free_heart(heart);
         return kvr_fail_errno("pthread_create", code);
     }
