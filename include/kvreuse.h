@@ -853,7 +853,7 @@ int32_t kvr_table_restore(int64_t table, kvr_restore_result *out);
 int32_t kvr_table_reset(int64_t table);
 
 /* Empty the part in one step, while a writer goes on with it: a group-wide clear, or a change of weights, comes from another process.
- *   Only words are written: dirty, then content_epoch + 1, then cleared_total. No block counts from here on; readers are told
+ *   Only words are written: dirty, then content_epoch + 1, then counts. No block counts from here on; readers are told
  *   NOT_READY(PART_DIRTY) until the writer's next call, which rebuilds: what nobody claims is free then, reservations stay (their commit
  *   is refused).
  * In: table of the keeper.  Out: *out_removed, blocks that counted.  Owner: none.  After failure: nothing changed.

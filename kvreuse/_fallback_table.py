@@ -463,9 +463,11 @@ def _expire(call: Call, table: Table) -> int:
     call.require(table, KEEPER)
     call.take(table, check=False, repair=False)
     words, content = table.words, _count_content(table)
-    # A writer may be admitted: lists, index and counts stay its own, and it makes them anew.
+    # A writer may be admitted: lists and index stay its own, and it makes them and the counts anew.
     words[W_DIRTY] = 1
     table.next_epoch()
+    words[W_STALE] += words[W_SEALED]
+    words[W_SEALED] = 0
     words[W_CLEARED] += content
     return content
 

@@ -845,9 +845,12 @@ int32_t kvr_table_expire(int64_t handle, int64_t *out_removed)
         status = kvr_table_take(table, call, 0, 0);
     if (!status) {
         int64_t content = count_content(table);
-        /* A writer may be admitted: lists, index and counts stay its own, and it makes them anew. */
-        kvr_set_dirty(table->words);
+        kvr_words *words = table->words;
+        /* A writer may be admitted: lists and index stay its own, and it makes them and the counts anew. */
+        kvr_set_dirty(words);
         kvr_next_epoch(table);
+        kvr_add(&words->stale_count, kvr_load(&words->sealed_count));
+        kvr_store(&words->sealed_count, 0);
         kvr_add(&table->words->cleared_total, content);
         *out_removed = content;
         kvr_lock_drop(table->lock);

@@ -1382,7 +1382,7 @@ def test_a_forked_child_does_not_beat(backend, part, writer):
 
 
 def test_expire(backend, part, writer, reader):
-    """R6, I4: beside a writer the keeper stores the epoch, dirty and a total, and nothing else; the writer repairs."""
+    """R6, I4: beside a writer the keeper stores the epoch, dirty and counts, and nothing else; the writer repairs."""
     keeper = part.open(backend, KEEPER)
     writer.store([A, B, C])
     pending = writer.reserve([D])
@@ -1390,7 +1390,7 @@ def test_expire(backend, part, writer, reader):
     before = part.image()
     assert backend.table_expire(keeper.table) == 3
     words = bytearray(before["words"])
-    for offset, value in ((CONTENT_EPOCH, 2), (DIRTY, 1), (536, 3)):
+    for offset, value in ((CONTENT_EPOCH, 2), (DIRTY, 1), (488, 0), (496, 3), (536, 3)):
         struct.pack_into("<q", words, offset, value)
     assert part.image() == {**before, "words": bytes(words)}
     for call in (lambda: reader.match([A]), lambda: reader.claim([B]), reader.inventory):

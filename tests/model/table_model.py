@@ -370,10 +370,10 @@ class TableModel:
         return sum(self._content(b) for b in self.blocks.values()), 0, freed + before - len(self.blocks)
 
     def expire(self) -> int:
-        """The keeper empties the part beside the writer: nothing but the epoch and a total changes."""
+        """The keeper empties the part beside the writer: nothing but the epoch and counts change."""
         content = sum(self._content(b) for b in self.blocks.values())
-        self.untold = self.untold or self._slot_counts()
         self.epoch += 1
+        self.untold = self.untold or self._slot_counts()
         self.totals["cleared"] += content
         return content
 
