@@ -35,13 +35,18 @@ def hits(served, indices):
 def serve_and_kill(engine, asked, done=KILL_AFTER):
     """Kill all of vLLM in the middle of serving; give the requests that were done by then."""
     engine.serve(asked, wait=False)
+    finished = read_done(engine, done)
+    engine.kill()
+    return finished
+
+
+def read_done(engine, count):
     finished = []
     for answer in engine.answers():
         if "done" in answer:
             finished.append(answer["done"])
-            if len(finished) == done:
+            if len(finished) == count:
                 break
-    engine.kill()
     return finished
 
 
@@ -79,11 +84,7 @@ def test_killed_worker_of_one_rank_loses_nothing_and_a_lost_part_is_cold(start, 
     with kvreuse.testing.keeper(ON) as socket, kvreuse.connect(socket) as keeper:
         first = start(socket, ranks=2)
         first.serve(asked, wait=False)
-        finished = [
-            answer["done"]
-            for _, answer in zip(range(2 * KILL_AFTER), first.answers(), strict=False)
-            if "done" in answer
-        ]
+        finished = read_done(first, KILL_AFTER)
         os.kill(first.worker_pid(1), signal.SIGKILL)
         with pytest.raises(EOFError):
             for _ in first.answers():
@@ -143,7 +144,7 @@ def test_declared_weights_id_decides(start):
 
 
 def test_without_a_profile_nothing_is_kept(start, cold):
-    """P1: a keeper without a profile, and no keeper at all: vLLM serves, nothing is loaded or stored, and it says why."""
+    """P1: a keeper without a profile, or no keeper: vLLM serves, nothing is loaded or stored, and it says why."""
     from engine import prompts
 
     asked = prompts(10)
