@@ -48,8 +48,6 @@ class Plan(KVConnectorMetadata):
         Requests that are over, and whose blocks vLLM keeps until the store has ended.
     wait_for : int
         Blocks that stores up to this number read are free now: wait for them before anything is written.
-    clears : int
-        How often the cache was to be emptied so far.
     """
 
     loads: list[Load] = dataclasses.field(default_factory=list)
@@ -59,7 +57,6 @@ class Plan(KVConnectorMetadata):
     touch: list[list[bytes]] = dataclasses.field(default_factory=list)
     held: list[tuple[str, int]] = dataclasses.field(default_factory=list)
     wait_for: int = 0
-    clears: int = 0
 
 
 @dataclasses.dataclass
@@ -70,17 +67,14 @@ class Report(KVConnectorWorkerMetadata):
     ----------
     stored : int
         All stores up to this number have ended.
-    cleared : int
-        As Plan.clears, when it was done.
     reason : str
         Why it neither loads nor stores any more; "" if it does.
     """
 
     stored: int
-    cleared: int
     reason: str = ""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Report:
         """Take both: what has ended on every rank."""
         assert isinstance(other, Report)
-        return Report(min(self.stored, other.stored), min(self.cleared, other.cleared), self.reason or other.reason)
+        return Report(min(self.stored, other.stored), self.reason or other.reason)

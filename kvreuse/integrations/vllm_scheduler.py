@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core import kv_cache_utils
 
 from ..errors import KVReuseError
+from ..groups import Group, GroupClaim
 from ..keeper.client import Keeper, connect
 from ..manifest import Manifest, Rank
 from . import vllm_manifest
 from .vllm_messages import Attached, Load, Plan, Report
 from .vllm_worker import DEFAULT_GROUP
-
-if TYPE_CHECKING:
-    from ..groups import Group
 
 logger = init_logger("vllm.kvreuse")
 
@@ -28,7 +26,7 @@ class _Request:
     stored: int = 0  # leading blocks that were given to a store
     last_store: int = 0
     first: int = 0  # block at which the claim begins
-    claim: Any = None  # held under the request's id as tag
+    claim: GroupClaim | None = None  # held under the request's id as tag
     loading: list[int] | None = None  # the engine's blocks that workers fill
     has_failed: bool = False
 
@@ -52,8 +50,6 @@ class SchedulerSide:
         self._storing: set[bytes] = set()
         self._store = 0
         self._stored = 0
-        self._clears = 0
-        self._cleared = 0
         self._told: set[str] = set()
 
     # ---- the group ----
@@ -99,7 +95,7 @@ class SchedulerSide:
             if kv_cache_utils.NONE_HASH.hex() != self._hash_root:
                 self._turn_off("the scheduler's block hashes have another root than the workers' manifest")
             self._hash_root = ""
-        return bool(self._reason) or self._cleared < self._clears
+        return bool(self._reason)
 
     # ---- a request ----
 
@@ -171,7 +167,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> Plan:
         """Plan a step's copies: one order for all ranks."""
-        plan = Plan(loads=self._loads, held=self._held, clears=self._clears)
+        plan = Plan(loads=self._loads, held=self._held)
         self._loads, self._held = [], []
         for request_id in output.preempted_req_ids or ():
             entry = self._requests.get(request_id)
@@ -220,29 +216,30 @@ class SchedulerSide:
             for number in range(self._stored + 1, report.stored + 1):
                 self._storing.difference_update(self._keys_of_store.pop(number, ()))
             self._stored = max(self._stored, report.stored)
-            self._cleared = max(self._cleared, report.cleared)
             if report.reason and not self._reason:
                 self._turn_off(report.reason)
 
     def clear(self) -> bool:
-        """Empty the cache: at once here, and once more by the workers when their stores have ended."""
-        self._clears += 1
+        """Empty the cache. A store that is on its way does not become content after it."""
         if self._group is None or self._reason:
             return True
         try:
-            self._group.clear()
+            found = self._group.clear()
         except KVReuseError as error:
             self._trouble("a clear", error)
             return False
+        logger.info("kvreuse: emptied: %d block(s)", found.removed)
         return True
 
     def close(self) -> None:
         """Say goodbye; claims end with it."""
         self._reason = self._reason or "closed"
-        self._group = None
+        group, self._group = self._group, None
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             try:
+                if group is not None:
+                    group.close()
                 keeper.close()
             except KVReuseError as error:
                 logger.warning("kvreuse: the scheduler's connection was not closed: %s", error)

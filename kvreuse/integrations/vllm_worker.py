@@ -74,7 +74,6 @@ class WorkerSide:
         self._recved: set[str] = set()
         self._failed: set[int] = set()
         self._stored = 0
-        self._cleared = 0
         self._is_idle = False
         self._told: set[str] = set()
 
@@ -121,7 +120,6 @@ class WorkerSide:
         if self._reason:
             return
         self._turn_off("the weights were updated at run time: restart vLLM to use the cache again")
-        self._wait_stores(self._storing[-1].number if self._storing else 0)
         assert self._part is not None
         self._part.clear()
 
@@ -140,11 +138,7 @@ class WorkerSide:
 
     def before_forward(self, plan: Plan) -> None:
         """Wait for stores whose blocks are going to be written."""
-        if plan.wait_for:
-            self._wait_stores(plan.wait_for)
-        if plan.clears > self._cleared:
-            self._clear()
-            self._cleared = plan.clears
+        self._wait_stores(plan.wait_for)
 
     def start_loads(self, plan: Plan, is_idle: bool) -> None:
         """Start what the plan has to load."""
@@ -216,7 +210,7 @@ class WorkerSide:
 
     def report(self) -> Report:
         """Tell the scheduler how far it is."""
-        return Report(self._stored, self._cleared, self._reason)
+        return Report(self._stored, self._reason)
 
     def _wait_a_moment(self) -> None:
         waited = next(iter(self._loading.values()), None)
@@ -277,16 +271,6 @@ class WorkerSide:
         for storing in self._storing:
             if storing.number <= number and storing.operation is not None:
                 storing.operation.wait(COPY_TIMEOUT_S)
-
-    def _clear(self) -> None:
-        self._wait_stores(self._storing[-1].number if self._storing else 0)
-        if self._part is None or self._reason:
-            return
-        try:
-            self._part.clear()
-        except KVReuseError as error:
-            # What could not be emptied must not be used.
-            self._turn_off(f"the cache could not be emptied: {error}")
 
     def close(self) -> None:
         """Wait a moment for copies, and say goodbye: the blocks stay for the next worker (O6)."""
