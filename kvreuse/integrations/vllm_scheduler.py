@@ -37,7 +37,7 @@ class SchedulerSide:
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         self._config = vllm_config
         self._extra = vllm_manifest.extra_config(vllm_config)
-        self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._block_tokens: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._reason = "the workers have not attached"
         self._keeper: Keeper | None = None
         self._group: Group | None = None
@@ -112,7 +112,7 @@ class SchedulerSide:
             return 0
         assert self._group is not None
         try:
-            claim = self._group.claim(keys, tag=request.request_id)
+            claim: GroupClaim = self._group.claim(keys, tag=request.request_id)
         except KVReuseError as error:
             self._trouble("a claim", error)
             self._release(request.request_id, entry)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.skip(reason="vllm is not installed"))
+
+
+@pytest.fixture(autouse=True)
+def _long_tests():
+    """A vLLM takes 10 s to start, and more on a busy machine: every wait has a bound of its own here."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
