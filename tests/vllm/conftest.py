@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent.parent / "examples" / "vllm_restart"))  # tiny_model
 
 
 def pytest_collection_modifyitems(items):

@@ -32,7 +32,8 @@ class Engine:
         self.log_path = folder / f"vllm-{len(list(folder.glob('vllm-*')))}.log"
         read_fd, write_fd = os.pipe()
         environ = {**os.environ, **tiny_model.environment(ranks), "ANSWERS": str(write_fd)}
-        environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        # One for all engines of a run, and none of this machine's.
+        environ["XDG_CACHE_HOME"] = str(folder.parent / "cache")
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("serve.py")), json.dumps(arguments)],

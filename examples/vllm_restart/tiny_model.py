@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def environment(ranks: int = 1) -> dict[str, str]:
     }
 
 
-def write(folder: Path, seed: int = 0) -> str:
+def write(folder: Path, seed: int = 0, layers: int = LAYERS, heads: int = HEADS) -> str:
     """Write the model; another seed is other weights of the same shapes.
 
     Returns
@@ -38,10 +37,10 @@ def write(folder: Path, seed: int = 0) -> str:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HEADS * HEAD_DIM,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
+        hidden_size=heads * HEAD_DIM,
+        intermediate_size=2 * heads * HEAD_DIM,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
         num_key_value_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         max_position_embeddings=8192,
@@ -89,8 +88,3 @@ def engine_arguments(model: str, **changes: Any) -> dict[str, Any]:
         "seed": 0,
     }
     return {**arguments, **changes}
-
-
-def prepare(ranks: int = 1) -> None:
-    """Set the environment of this process; before vLLM is imported."""
-    os.environ.update(environment(ranks))
