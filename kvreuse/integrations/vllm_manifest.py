@@ -160,6 +160,7 @@ def build(vllm_config: Any, kv_cache_config: Any, layout: Layout) -> Manifest:
     algorithm = cache.prefix_caching_hash_algo
     extra: dict[str, Any] = {
         "revision": model.revision,
+        "load_format": str(getattr(vllm_config.load_config.load_format, "value", vllm_config.load_config.load_format)),
         "model_config": model.compute_hash(),
         "model_dtype": str(model.dtype),
         "cache_dtype": cache.cache_dtype,
