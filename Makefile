@@ -56,7 +56,7 @@ test-gpu: $(VENV)/installed
 
 # The connector of vLLM, on its CPU backend, in a venv of its own of 3.5 GB.
 vllm: .venv-vllm/installed
-	.venv-vllm/bin/pytest tests/vllm $(PYTEST_ARGS)
+	.venv-vllm/bin/pytest tests/integrations $(PYTEST_ARGS)
 
 bench-vllm: .venv-vllm/installed
 	.venv-vllm/bin/python bench/bench_vllm.py
