@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "vllm"), str(ROOT / "examples" / "vllm_restart")]
+sys.path[:0] = [str(ROOT / "tests" / "integrations"), str(ROOT / "examples" / "vllm_restart")]
 
 import tiny_model  # noqa: E402
 from engine import Engine, transfer  # noqa: E402

@@ -75,8 +75,9 @@ def test_aborts_and_preemptions_leak_no_claim(start, cold):
     expected = cold(asked, max_tokens=24)
     source = random.Random(7)
     aborts = {i: source.randrange(30) for i in range(len(asked)) if source.random() < 0.3}
+    tiny = {"extra": {"blocks": 300}, "num_gpu_blocks_override": 80, "max_model_len": 2048}
     with kvreuse.testing.keeper(ALWAYS) as socket, kvreuse.connect(socket) as keeper:
-        with start(socket, extra={"blocks": 300}, num_gpu_blocks_override=80, max_model_len=2048) as engine:
+        with start(socket, **tiny) as engine:
             for _ in range(2):
                 served = engine.serve(asked, max_tokens=24, aborts=aborts, at_once=12)
                 assert set(served) >= set(range(len(asked))) - set(aborts)
@@ -86,7 +87,7 @@ def test_aborts_and_preemptions_leak_no_claim(start, cold):
                 assert part["corrupt_total"] == 0
             assert part["evicted_total"] > 0
             assert "Traceback" not in engine.log()
-        with start(socket, extra={"blocks": 300}) as engine:
+        with start(socket, **tiny) as engine:
             assert "RESTORED(" in engine.says()
             assert "damaged" not in engine.says()
 
