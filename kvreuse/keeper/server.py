@@ -365,9 +365,11 @@ class Keeper:
             raise protocol.protocol_error(f"expected {wanted} fd(s), got {len(fds)}", wanted, len(fds))
         if isinstance(request, protocol.Hello):
             self._hello(client, request)
-        elif not client.hello:
+            return
+        if not client.hello:
             raise protocol.protocol_error("the first frame must be Hello")
-        elif isinstance(request, protocol.Attach):
+        self._reap()
+        if isinstance(request, protocol.Attach):
             self._attach(client, request)
         elif isinstance(request, protocol.Donate):
             self._donate(client, request, fds[0])
@@ -428,7 +430,6 @@ class Keeper:
             self._adopt(client, known)
             self._answer(client, known, request.serial)
             return
-        self._reap_dead_writers()
         nbytes = accounting.part_nbytes(request.blocks, manifest.block_bytes)
         key = (request.group, rank.dp)
         group = self._groups.get(key)
@@ -1026,8 +1027,8 @@ class Keeper:
             self._end_session(session)
         process.close()
 
-    def _reap_dead_writers(self) -> None:
-        """Notice at once what the loop would notice next."""
+    def _reap(self) -> None:
+        """Notice dead processes now: an answer and what readers find in a part's memory must not differ (R4, K6)."""
         for process in list(self._watched.values()):
             if process.gone():
                 self._gone(process)
@@ -1185,8 +1186,6 @@ class Keeper:
         return f"exited: its worker ({who}{how}) is gone and none has replaced it"
 
     def _writer_reason(self, session: Session) -> str:
-        if session.process.gone():
-            return f"exited: its worker (pid {session.process.pid}{session.process.how_ended()}) is gone"
         if session.part.memory is None:
             return "its layout is not sealed"
         if not session.confirmed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import threading
 import time
@@ -191,6 +192,25 @@ def test_group_is_ready_when_all_ranks_are(path, client):
         with Worker(path, rank=kvreuse.Rank(tp=1), **TWO):
             rank = group.wait_ready(TIMEOUT_S).ranks[1]
             assert 0 < rank.died_at < rank.ready_at < time.monotonic()
+
+
+def test_what_the_keeper_answers_readers_find_too(folder):
+    """R4, K6: the loop comes to a worker's death later than to a request, so the request notices it."""
+    with (
+        keeper_thread(f"{folder}/k") as service,
+        kvreuse.connect(f"{folder}/k") as client,
+        client.group("default") as group,
+        Worker(f"{folder}/k") as worker,
+    ):
+        assert group.match([]) == 0
+        assert not group.explain([]).missing
+        (watched,) = (item for item in service._watched.values() if item.pid == worker.pid)
+        service._selector.modify(watched.pidfd, selectors.EVENT_READ, lambda: None)
+        worker.process.kill()
+        worker.process.wait(TIMEOUT_S)
+        assert f"exited: its worker (pid {worker.pid}" in group.readiness().reason
+        assert group.explain([]).missing == (0,)
+        assert client.release() == 1
 
 
 def test_rank_is_ready_only_after_it_was_restored(path, client):
