@@ -740,7 +740,8 @@ class Copies(RuleBasedStateMachine):
         ended: dict[m.Operation, m.Seen] = {}
         states: dict[m.Operation, int] = {}
         while True:
-            states = {}
+            # Read one by one, while threads go on: only what two rounds agree on was so at one time.
+            earlier, states = states, {}
             for operation in pending:
                 if operation in ended:
                     continue
@@ -755,10 +756,11 @@ class Copies(RuleBasedStateMachine):
             now = {**states, **{operation: seen.state for operation, seen in ended.items()}}
             paused = {queue: b.queue_info(queue.handle).paused for queue in self.queues()}
             waited = model.unsettled({o: s for o, s in now.items() if o in states}, now, paused)
-            if waited is None:
+            if waited is None and states == earlier:
                 break
-            assert time.monotonic() < deadline, f"operation {waited.seq} has not ended in {BOUND_S} s: {states}"
-            b.operation_wait(waited.handle, 200_000)
+            assert time.monotonic() < deadline, f"{waited and waited.seq} has not ended in {BOUND_S} s: {states}"
+            if waited:
+                b.operation_wait(waited.handle, 200_000)
         model.end_step(ended, states, self.recency() if ended else [])
 
     def recency(self) -> list[int]:
